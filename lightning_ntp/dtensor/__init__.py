@@ -1,0 +1,1 @@
+"""What a tensor is: the uneven placement, its dispatch rules, parallel layers, gradient sync."""

@@ -1,0 +1,37 @@
+"""Every exception that this package raises on purpose.
+
+    NTPError
+    +-- ConfigError (also a ValueError)            a setting that cannot work; raised before any process waits for another
+    +-- UnsupportedModelError (also a ValueError)  a model or layer that cannot be cut; names the module and its style
+    +-- PlanMismatchError                          two workers disagree about what moves or in which order
+    +-- RankLostError                              a peer is gone; the recovery decides what happens next
+    +-- UnrecoverableError                         state is lost for good; names the parameter and what would have saved it
+
+Messages say what happened, where, what was found, what was wanted and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class NTPError(Exception):
+    """Base class: ``except NTPError`` catches whatever this package raises on purpose."""
+
+
+class ConfigError(NTPError, ValueError):
+    """A setting, size or combination of settings that cannot work."""
+
+
+class UnsupportedModelError(NTPError, ValueError):
+    """A model, layer or optimizer that cannot be cut unevenly (yet)."""
+
+
+class PlanMismatchError(NTPError):
+    """Workers disagree about a plan, a layout or the order of buckets. Nothing has been updated."""
+
+
+class RankLostError(NTPError):
+    """A worker of this generation is gone or does not answer."""
+
+
+class UnrecoverableError(NTPError):
+    """No live holder, buddy copy or checkpoint has a piece of state that is needed."""

@@ -1,0 +1,1 @@
+"""When to act: Lightning hooks, FSDP2, process groups."""

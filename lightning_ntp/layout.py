@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from lightning_ntp.errors import ConfigError
 
@@ -130,7 +130,7 @@ class ShardLayout:
             ordered = sorted(spans)
             if ordered and ordered[-1].stop > self.size:
                 raise ConfigError(f"role {role} stores {ordered[-1]}, past the end of a dim of {self.size}")
-            for one, two in zip(ordered, ordered[1:], strict=False):
+            for one, two in pairwise(ordered):
                 if two.start < one.stop:
                     raise ConfigError(f"role {role} stores part of {two} twice (also in {one})")
         everything = [Span(0, self.size)] if self.size else []

@@ -75,9 +75,9 @@ class Topology:
         if not self.replicas:
             raise ConfigError("a topology needs at least one replica")
         order = tuple(self.loss_order)
-        if len(set(order)) != len(order) or not set(order) <= set(range(self.num_roles)) or len(order) >= self.num_roles:
-            if order or self.num_roles < 1:
-                raise ConfigError(f"loss_order {order} must name distinct roles of 0..{self.num_roles - 1}, and not all")
+        proper = len(set(order)) == len(order) < self.num_roles and set(order) <= set(range(self.num_roles))
+        if not proper:
+            raise ConfigError(f"loss_order {order} must name distinct roles of 0..{self.num_roles - 1}, and not all")
         rest = [role for role in reversed(range(self.num_roles)) if role not in order]
         object.__setattr__(self, "loss_order", (*order, *rest)[: self.num_roles - 1])
         for replica in self.replicas:

@@ -61,6 +61,7 @@ class SyncPlan:
         peers: workers of the replica, in the order of its process group.
         slots: slots that this worker hosts, in the global order.
         slot_views: per hosted slot, per parameter its view in the slot's buffer.
+        slot_numels: per hosted slot, elements of its buffer (padded like FSDP2's where the slot is a whole cell).
         local: pieces whose source and host are this worker.
         outgoing: per peer, pieces of this worker's cells that the peer hosts.
         incoming: per peer, pieces of the peer's cells that this worker hosts.
@@ -73,6 +74,7 @@ class SyncPlan:
     peers: tuple[int, ...]
     slots: tuple[Slot, ...]
     slot_views: tuple[tuple[FlatView, ...], ...]
+    slot_numels: tuple[int, ...]
     local: tuple[SyncPiece, ...]
     outgoing: tuple[tuple[SyncPiece, ...], ...]
     incoming: tuple[tuple[SyncPiece, ...], ...]
@@ -85,14 +87,10 @@ class SyncPlan:
         back = sum(piece.piece.numel for pieces in self.incoming for piece in pieces)
         return there + back
 
-    def slot_numel(self, index: int) -> int:
-        """Elements of the hosted slot ``slots[index]``."""
-        return sum(view.numel for view in self.slot_views[index])
-
     @property
     def is_in_place(self) -> bool:
         """Whether the flat buffer *is* the one hosted slot: then it is all-reduced as it stands and nothing is packed."""
-        if self.exchanges or len(self.slots) != 1 or self.slot_numel(0) != self.flat_numel:
+        if self.exchanges or len(self.slots) != 1 or self.slot_numels[0] != self.flat_numel:
             return False
         whole = {piece.param: piece.piece for piece in self.local if piece.adds}
         return self.cells == self.slot_views[0] and all(
@@ -117,14 +115,15 @@ def plan_sync(specs: Sequence[ParamSpec], topology: Topology, worker: int) -> Sy
     hosted = tuple(slot for slot in topology.slots if topology.host(replica, slot) == worker)
     pieces = _pieces(specs, topology, replica)
     peers = topology.replicas[replica].workers
-    slot_cells = [[_slot_cell(spec, topology, slot) for spec in specs] for slot in hosted]
+    slots = [_slot_views(specs, topology, slot) for slot in hosted]
     return SyncPlan(
         names=tuple(spec.fqn for spec in specs),
         cells=cells,
         flat_numel=flat_numel,
         peers=peers,
         slots=hosted,
-        slot_views=tuple(_packed_views(row) for row in slot_cells),
+        slot_views=tuple(views for views, _ in slots),
+        slot_numels=tuple(numel for _, numel in slots),
         local=tuple(p for p in pieces if p.source == p.host == worker),
         outgoing=tuple(tuple(p for p in pieces if p.source == worker != p.host == peer) for peer in peers),
         incoming=tuple(tuple(p for p in pieces if p.host == worker != p.source == peer) for peer in peers),
@@ -141,12 +140,15 @@ def _flat_views(specs: Sequence[ParamSpec], at: Coordinates) -> tuple[tuple[Flat
     return tuple(views), offset
 
 
-def _packed_views(cells: Sequence[Cell]) -> tuple[FlatView, ...]:
-    views, offset = [], 0
-    for cell in cells:
+def _slot_views(specs: Sequence[ParamSpec], topology: Topology, slot: Slot) -> tuple[tuple[FlatView, ...], int]:
+    """Laid out like FSDP2's flat buffer wherever the slot holds a whole cell, so that an even job packs nothing."""
+    views, offset, at = [], 0, topology.slot_coordinates(slot)
+    for spec in specs:
+        cell = _slot_cell(spec, topology, slot)
         views.append(FlatView(offset, *cell.shape))
-        offset += cell.numel
-    return tuple(views)
+        rows, columns = spec.flat_shape(at) if cell == spec.cell(at) else cell.shape
+        offset += rows * columns
+    return tuple(views), offset
 
 
 def _has_equal_copies(spec: ParamSpec) -> bool:

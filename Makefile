@@ -1,0 +1,51 @@
+# Two commands to start with: `make demo` and `make test`. Each makes .venv on its first run.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+# Installed before everything else: the tested release, and not whatever torch the newest resolver would pick.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ntp-env
+# Seconds after which a hanging suite is ended instead of holding the machine.
+TEST_LIMIT ?= 1500
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help env check test test-full demo bench gpu-acceptance
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
+
+env: $(STAMP) ## make .venv with the tested set of packages
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or say make PYTHON=/path/to/python"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,nvml]'
+	touch $@
+
+check: $(STAMP) ## lint, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+test: $(STAMP) ## the tests, without the long sweeps
+	timeout -k 10 $(TEST_LIMIT) $(BIN)/python -m pytest -m "not full"
+
+test-full: $(STAMP) ## all tests, with the long sweeps
+	$(BIN)/python -m pytest
+
+demo: $(STAMP) ## fine-tune a small llama on five CPU processes: replicas of degree 3 and 2
+	$(BIN)/python examples/finetune_hf.py --replica-sizes 3 2 --accelerator cpu
+
+bench: $(STAMP) ## step time and memory beside Lightning's own ModelParallelStrategy
+	$(BIN)/python -m benchmarks
+
+gpu-acceptance: $(STAMP) ## for owners of a GPU box: parity, bf16, step time, memory; writes one JSON
+	$(BIN)/python -m benchmarks.gpu_acceptance

@@ -34,3 +34,9 @@ def exchange_uneven(
     received = send.new_empty(sum(receive_sizes))
     dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=group)
     return received
+
+
+def broadcast_in_place(tensor: torch.Tensor, source: int, group: ProcessGroup) -> None:
+    """Overwrite a tensor with that of global rank `source`. Collective over `group`; free for a group of one."""
+    if group.size() > 1:
+        dist.broadcast(tensor, src=source, group=group)

@@ -34,12 +34,28 @@ class WindowState:
     is_last_micro_batch: bool = True
     sent_elements: int = 0
     order: list[int] = field(default_factory=list)
+    held: list[tuple[torch.cuda.Event, torch.Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Forget the last window."""
         self.is_last_micro_batch = True
         self.sent_elements = 0
         self.order.clear()
+        self.release()
+
+    def hold(self, buffer: torch.Tensor) -> None:
+        """Keep a CUDA buffer alive until the work queued on it so far is done.
+
+        FSDP2 allocates the bucket on its reduce-scatter stream and keeps no reference once it is cast; without ours the
+        allocator could hand the memory to the next bucket while this one is still being reduced on another stream.
+        """
+        if buffer.is_cuda:
+            self.held = [(event, held) for event, held in self.held if not event.query()]
+            self.held.append((torch.cuda.current_stream().record_event(), buffer))
+
+    def release(self) -> None:
+        """End of backward: the optimizer's stream has been joined, nothing needs the buffers."""
+        self.held.clear()
 
     @property
     def order_digest(self) -> int:
@@ -99,6 +115,7 @@ class BucketSync:
             self._accumulated = None
         self.window.order.append(self.index)
         self._reduce(flat)
+        self.window.hold(flat)
 
     def forget(self) -> None:
         """Drop what earlier micro-batches of an abandoned window left."""

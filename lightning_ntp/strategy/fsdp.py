@@ -1,0 +1,224 @@
+"""Cuts a whole model into this worker's cells: uneven tp placement, layer swap, stock FSDP2, one bucket sync per unit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_ntp.dtensor.collectives import broadcast_in_place
+from lightning_ntp.dtensor.grad_sync import BucketSync, WindowState
+from lightning_ntp.dtensor.parallel import swap_module
+from lightning_ntp.dtensor.placement import UnevenShard, wrap_local
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.model_spec import Cell, Coordinates, ModelPlan, ParamSpec
+from lightning_ntp.strategy._torch_private import bucket_parameters, fill_unused_gradients
+from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.sync_plan import plan_sync
+
+
+def take_cell(whole: torch.Tensor, spec: ParamSpec, cell: Cell) -> torch.Tensor:
+    """A copy of one cell of a whole parameter (or of anything of its shape), as (rows, columns). Local."""
+    matrix = whole.detach().reshape(spec.matrix_shape)
+    rows = [matrix[span.start : span.stop] for span in cell.rows] or [matrix[:0]]
+    picked = torch.cat(rows)
+    columns = [picked[:, span.start : span.stop] for span in cell.columns] or [picked[:, :0]]
+    return torch.cat(columns, dim=1).contiguous()
+
+
+def local_shape(spec: ParamSpec, cell: Cell) -> tuple[int, ...]:
+    """The tensor shape of a cell: its rows and columns with the parameter's inner dims put back."""
+    rows, columns = cell.shape
+    if len(spec.shape) <= 1:
+        return (rows,) if spec.shape else ()
+    return (rows, columns) if len(spec.shape) == 2 else (rows, *spec.shape[1:])
+
+
+@dataclass
+class ShardedModel:
+    """A model of which this worker holds its cells; what the strategy talks to during a step.
+
+    Args:
+        module: the user's module, changed in place.
+        plan: how it was cut.
+        groups: process groups of the current generation.
+        buckets: one per FSDP unit with trainable parameters, in the global order.
+        window: state shared by the buckets.
+        units: the FSDP units, in bucket order.
+    """
+
+    module: nn.Module
+    plan: ModelPlan
+    groups: Groups
+    buckets: tuple[BucketSync, ...]
+    window: WindowState
+    units: tuple[FSDPModule, ...]
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this worker stands in its replica."""
+        return self.groups.topology.coordinates(self.groups.worker)
+
+    def parameters(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
+        """Each distinct parameter with its spec, in plan order."""
+        named = dict(self.module.named_parameters())
+        for spec in self.plan.params:
+            yield spec, named[spec.fqn]
+
+    def begin_window(self) -> None:
+        """Call once before the first micro-batch of an optimizer step."""
+        self.window.begin()
+        for bucket in self.buckets:
+            bucket.forget()
+
+    def set_last_micro_batch(self, is_last: bool) -> None:
+        """Say before each forward whether its backward ends the window: only then are gradients exchanged."""
+        self.window.is_last_micro_batch = is_last
+
+    def finish_backward(self) -> None:
+        """Call after the window's last backward: buffers held for other streams are given back."""
+        self.window.release()
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: torch.Tensor | float) -> None:
+        """Multiply every local gradient in place. Local."""
+        for _, parameter in self.parameters():
+            if parameter.grad is not None:
+                local_of(parameter.grad).mul_(factor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's storage of a parameter, gradient or state tensor, outside autograd."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def shard_model(
+    module: nn.Module,
+    plan: ModelPlan,
+    groups: Groups,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    roots: Sequence[str] = ("",),
+) -> ShardedModel:
+    """Cut `module` in place.
+
+    Args:
+        module: with whole parameters on this worker's device; the leader's values win on all workers.
+        plan: from `huggingface.plan_model`, made for the topology's ``num_roles`` and ``loss_order``.
+        groups: of the current generation; this worker must hold a role.
+        mp_policy: FSDP2's mixed precision; None computes in the parameters' dtype.
+        roots: names of the submodules whose forward the user calls; each becomes an FSDP root.
+
+    Raises:
+        ConfigError: the plan was made for other roles, or a parameter lies outside every root.
+
+    Collective over all workers with a role.
+    """
+    topology = groups.topology
+    if (plan.num_roles, plan.loss_order) != (topology.num_roles, topology.loss_order):
+        raise ConfigError(
+            f"the plan is for {plan.num_roles} roles lost in order {plan.loss_order}, the topology has {topology.num_roles} "
+            f"and {topology.loss_order}; make the plan from the topology"
+        )
+    at = topology.coordinates(groups.worker)
+    _start_equal(module, groups)
+    for rule in plan.rules:
+        swap_module(module.get_submodule(rule.fqn), rule, at.degree, at.role, groups.tp)
+    _cut_parameters(module, plan, groups, at)
+    units = _apply_fsdp(module, plan, groups, at, mp_policy or MixedPrecisionPolicy(), roots)
+    window = WindowState()
+    buckets = _install_hooks(module, plan, groups, units, window)
+    return ShardedModel(module, plan, groups, buckets, window, units)
+
+
+@torch.no_grad()
+def _start_equal(module: nn.Module, groups: Groups) -> None:
+    """All replicas start from the leader's weights and buffers, whatever seed each process had."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        broadcast_in_place(tensor.data, groups.leader, groups.live)
+
+
+def _owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every place a parameter is registered at: more than one when weights are tied."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places[parameter].append((owner, name))
+    return places
+
+
+def _cut_parameters(module: nn.Module, plan: ModelPlan, groups: Groups, at: Coordinates) -> None:
+    places, named = _owners(module), dict(module.named_parameters())
+    for spec in plan.params:
+        whole = named[spec.fqn]
+        if spec.dim is None or spec.layouts is None:
+            continue
+        cell = spec.role_cell(at.degree, at.role)
+        local = take_cell(whole, spec, cell).view(local_shape(spec, cell))
+        placement = UnevenShard(spec.dim, spec.layouts[at.degree])
+        cut = wrap_local(local, groups.mesh["tp"], placement, torch.Size(spec.shape))
+        parameter = nn.Parameter(cut, requires_grad=whole.requires_grad)
+        for owner, name in places[whole]:
+            setattr(owner, name, parameter)
+
+
+def _apply_fsdp(
+    module: nn.Module,
+    plan: ModelPlan,
+    groups: Groups,
+    at: Coordinates,
+    mp_policy: MixedPrecisionPolicy,
+    roots: Sequence[str],
+) -> tuple[FSDPModule, ...]:
+    spec_of = {parameter: plan.by_fqn[name] for name, parameter in module.named_parameters()}
+    inside = {p for root in roots for p in module.get_submodule(root).parameters()}
+    outside = [spec.fqn for parameter, spec in spec_of.items() if parameter not in inside]
+    if outside:
+        raise ConfigError(
+            f"parameter {outside[0]} lies outside {list(roots)}, so nothing would sync its gradient; put it into a submodule "
+            "whose forward you call"
+        )
+    place = _placement_function(spec_of, at.fsdp_size)
+    units: list[FSDPModule] = []
+    for name in (*plan.units, *roots):
+        unit = module.get_submodule(name)
+        if next(unit.parameters(), None) is None:
+            continue
+        units.append(fully_shard(unit, mesh=groups.mesh["fsdp"], shard_placement_fn=place, mp_policy=mp_policy))
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        fill_unused_gradients(unit)
+    return tuple(units)
+
+
+def _placement_function(
+    spec_of: dict[nn.Parameter, ParamSpec], fsdp_size: int
+) -> Callable[[nn.Parameter], Shard | None]:
+    def place(parameter: nn.Parameter) -> Shard | None:
+        spec = spec_of.get(parameter)
+        return None if spec is None else Shard(spec.fsdp_dim(fsdp_size))
+
+    return place
+
+
+def _install_hooks(
+    module: nn.Module, plan: ModelPlan, groups: Groups, units: Sequence[FSDPModule], window: WindowState
+) -> tuple[BucketSync, ...]:
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    buckets: list[BucketSync] = []
+    for unit in units:
+        specs = [plan.by_fqn[name_of[p]] for p in bucket_parameters(unit) if p.requires_grad]
+        if not specs:
+            continue
+        sync_plan = plan_sync(specs, groups.topology, groups.worker)
+        bucket = BucketSync(len(buckets), sync_plan, groups.replica, groups.slots, window)
+        stream = torch.cuda.Stream() if groups.device_type == "cuda" else None
+        unit.set_all_reduce_hook(bucket, stream=stream)
+        buckets.append(bucket)
+    return tuple(buckets)

@@ -155,7 +155,7 @@ def _fill(
         missing = rest
     if missing:
         raise UnrecoverableError(
-            f"{spec.fqn}: no live worker holds rows{missing[0].rows} columns{missing[0].columns} that worker {worker} "
+            f"{spec.fqn}: no live worker holds rows{missing[0].rows[0]} columns{missing[0].columns[0]} that worker {worker} "
             "needs; one more replica, a buddy copy or a checkpoint would have saved it"
         )
     return transfers

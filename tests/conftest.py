@@ -17,9 +17,14 @@ os.environ.update(
     MPLBACKEND="Agg",
 )
 
+import hypothesis
 import pytest
 
 from tests.pool import WorkerPool
+
+# Two busy cores: no deadline per example, and the same examples in every run.
+hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ours")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,141 @@
+"""A sharded job and its one-process twin, without Lightning: what the parity tests compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_ntp.strategy.clipping import clip_by_norm_, global_norm
+from lightning_ntp.strategy.fsdp import ShardedModel, local_of, shard_model
+from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.huggingface import plan_model
+from lightning_ntp.topology import Topology
+from tests.models import IGNORED
+
+Batch = dict[str, torch.Tensor]
+
+
+def count_tokens(batch: Batch) -> int:
+    """Labels that a causal LM's mean loss counts: the first one of each sample predicts nothing."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def uneven_shares(num_samples: int, num_rows: int) -> list[slice]:
+    """Data row i gets about (i + 1) parts: unequal on purpose."""
+    weights = [sum(range(1, i + 2)) for i in range(num_rows)]
+    cuts = [0] + [round(w * num_samples / weights[-1]) for w in weights]
+    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+class ShardedJob:
+    """This worker's part of a ragged job. `micro_batches` says how many each replica runs per window."""
+
+    def __init__(
+        self, model: nn.Module, topology: Topology, worker: int, micro_batches: Sequence[int] = (), **optimizer: object
+    ) -> None:
+        self.topology, self.worker = topology, worker
+        self.groups = Groups(topology, worker)
+        plan = plan_model(model, topology.num_roles, topology.loss_order)
+        self.sharded: ShardedModel = shard_model(model, plan, self.groups)
+        self.model = model
+        self.micro_batches = list(micro_batches) or [1] * len(topology.replicas)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **optimizer)
+
+    def backward(self, batch: Batch) -> torch.Tensor:
+        """Gradients of the token mean over the global batch; returns that loss."""
+        at = self.topology.position(self.worker)
+        shares = uneven_shares(len(batch["labels"]), len(self.topology.data_rows))
+        mine = shares[self.topology.data_row(self.worker)]
+        tokens, total = count_tokens(batch), torch.zeros((), dtype=torch.float64)
+        self.optimizer.zero_grad()
+        self.sharded.begin_window()
+        parts = self._cut({k: v[mine] for k, v in batch.items()}, self.micro_batches[at.replica])
+        for index, part in enumerate(parts):
+            self.sharded.set_last_micro_batch(index == len(parts) - 1)
+            loss = self.model(**part, use_cache=False).loss * (count_tokens(part) / tokens)
+            loss.backward()
+            total += loss.detach()
+        self.sharded.finish_backward()
+        if at.tp == 0:
+            self.loss = total.clone()
+        else:
+            self.loss = torch.zeros_like(total)
+        dist.all_reduce(self.loss, group=self.groups.live)
+        return self.loss
+
+    def step(self, batch: Batch, max_norm: float | None = 0.5) -> torch.Tensor:
+        """One AdamW step with clipping; returns the norm before it."""
+        self.backward(batch)
+        norm = global_norm(self.sharded)
+        if max_norm is not None:
+            clip_by_norm_(self.sharded, max_norm, norm)
+        self.optimizer.step()
+        return norm
+
+    def errors(self, twin: Twin, what: Callable[[nn.Parameter], torch.Tensor]) -> dict[str, float]:
+        """Per parameter the largest error over all copies on all workers, relative to its largest element."""
+        at, names, values = self.sharded.coordinates, [], []
+        for spec, parameter in self.sharded.parameters():
+            whole = what(twin.parameters[spec.fqn]).detach().reshape(spec.matrix_shape)
+            cell = spec.cell(at)
+            rows = [i for s in cell.rows for i in range(s.start, s.stop)]
+            columns = [i for s in cell.columns for i in range(s.start, s.stop)]
+            mine = local_of(what(parameter)).reshape(cell.shape)
+            wanted = whole[rows][:, columns]
+            names.append(spec.fqn)
+            values.append(((mine - wanted).abs().max() / whole.abs().max()).item() if mine.numel() else 0.0)
+        worst = torch.tensor(values)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.groups.live)
+        return dict(zip(names, worst.tolist(), strict=True))
+
+    def drifted(self) -> int:
+        """Elements whose copies on different workers are not the same bits."""
+        at, count = self.sharded.coordinates, 0
+        for spec, parameter in self.sharded.parameters():
+            cell = spec.cell(at)
+            rows = torch.tensor([i for s in cell.rows for i in range(s.start, s.stop)], dtype=torch.long)
+            columns = torch.tensor([i for s in cell.columns for i in range(s.start, s.stop)], dtype=torch.long)
+            bits = local_of(parameter).reshape(cell.shape).view(torch.int64)
+            highest = torch.full(spec.matrix_shape, -(2**63), dtype=torch.int64)
+            lowest = torch.full(spec.matrix_shape, 2**63 - 1, dtype=torch.int64)
+            highest[rows[:, None], columns[None]] = bits
+            lowest[rows[:, None], columns[None]] = bits
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.groups.live)
+            dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.groups.live)
+            count += int((highest != lowest).sum())
+        return count
+
+    def _cut(self, batch: Batch, num_parts: int) -> list[Batch]:
+        size = -(-len(batch["labels"]) // num_parts)
+        parts = [{k: v[i * size : (i + 1) * size] for k, v in batch.items()} for i in range(num_parts)]
+        return [part if len(part["labels"]) else self._ghost(batch) for part in parts]
+
+    @staticmethod
+    def _ghost(batch: Batch) -> Batch:
+        return {k: v[:1] for k, v in batch.items()} | {"labels": torch.full_like(batch["labels"][:1], IGNORED)}
+
+
+class Twin:
+    """The same model in one process on the whole global batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        self.parameters = dict(model.named_parameters())
+
+    def backward(self, batch: Batch) -> torch.Tensor:
+        """Gradients of HF's own mean loss."""
+        self.optimizer.zero_grad()
+        loss = self.model(**batch, use_cache=False).loss
+        loss.backward()
+        return loss.detach()
+
+    def step(self, batch: Batch, max_norm: float | None = 0.5) -> torch.Tensor:
+        """One AdamW step with torch's own clipping; returns the norm before it."""
+        self.backward(batch)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm if max_norm is not None else float("inf"))
+        self.optimizer.step()
+        return norm

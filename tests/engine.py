@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from lightning_ntp.strategy.huggingface import plan_model
 from torch import nn
 
 from lightning_ntp.strategy.clipping import clip_by_norm_, global_norm
 from lightning_ntp.strategy.fsdp import ShardedModel, local_of, shard_model
 from lightning_ntp.strategy.groups import Groups
-from lightning_ntp.strategy.huggingface import plan_model
 from lightning_ntp.topology import Topology
 from tests.models import IGNORED
 
@@ -27,7 +28,7 @@ def uneven_shares(num_samples: int, num_rows: int) -> list[slice]:
     """Data row i gets about (i + 1) parts: unequal on purpose."""
     weights = [sum(range(1, i + 2)) for i in range(num_rows)]
     cuts = [0] + [round(w * num_samples / weights[-1]) for w in weights]
-    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [slice(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 class ShardedJob:

@@ -210,6 +210,11 @@ class HeadCut:
         size = len(expansion) // max(num_keys, 1)
         return size if expansion == tuple(key for key in range(num_keys) for _ in range(size)) else None
 
+    def visible_keys(self, degree: int, role: int) -> int:
+        """KV heads that the attention code sees: the local ones, or one per local query head where they are expanded."""
+        expansion = self.expansion(degree, role)
+        return len(expansion) if self.uniform_group(degree, role) is None else len(set(expansion))
+
 
 @dataclass(frozen=True)
 class ModuleRule:
@@ -224,6 +229,10 @@ class ModuleRule:
             precede them (packed ``q|k|v``: the local query features; a plain k_proj: 0) is derived at swap time
             when this is True; False for layers without KV heads.
         local_sizes: ``((attribute, layouts), ...)``: integer attributes of the module that must hold the local size.
+        local_config: the same for attributes of ``module.config``, which is shared by all modules: the module needs a copy.
+        key_counts: attributes of an ATTENTION module that must hold `HeadCut.visible_keys`.
+        output_projection: name of the ROW module that ends an ATTENTION module's region of local heads. What the module
+            does after it (gpt2's residual dropout) acts on replicated activations again, with one mask for all roles.
     """
 
     fqn: str
@@ -232,6 +241,9 @@ class ModuleRule:
     heads: HeadCut | None = None
     kv_features: bool = False
     local_sizes: tuple[tuple[str, NestedLayouts], ...] = ()
+    local_config: tuple[tuple[str, NestedLayouts], ...] = ()
+    key_counts: tuple[str, ...] = ()
+    output_projection: str = ""
 
 
 @dataclass(frozen=True)

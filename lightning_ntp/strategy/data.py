@@ -1,0 +1,314 @@
+"""Loaders that yield, per loop batch, one data row's micro-batches of the global batch.
+
+    user's DataLoader  --rebuild_loader-->  DataLoader over MicroBatches
+
+Lightning's loop sees one batch and the same number of batches on every worker; the strategy unpacks `MicroBatches`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.sampler import (
+    GlobalBatchSampler,
+    MicroBatchRequest,
+    RowShares,
+    derive_seed,
+    global_order,
+    seeded_randomness,
+)
+from lightning_ntp.topology import Topology
+
+BatchWeight = str | Callable[[Any], float]
+
+IGNORED_LABEL = -100
+"""The label that Hugging Face models leave out of the mean."""
+
+
+class MicroBatches(NamedTuple):
+    """What one data row runs for one loop batch.
+
+    Args:
+        batches: each as the user's ``collate_fn`` makes it.
+        counts: samples of each that count; 0 marks a ghost, a copy of a real sample that keeps collectives company.
+    """
+
+    batches: tuple[Any, ...]
+    counts: tuple[int, ...]
+
+
+class MicroBatchDataset(Dataset[MicroBatches]):
+    """Map-style: answers a `MicroBatchRequest` with collated micro-batches.
+
+    Each sample is drawn with Python's and torch's generators set from (seed, epoch, index), so that all roles of a data row,
+    and a replay after a loss, see the same augmentation.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __getitem__(self, request: MicroBatchRequest) -> MicroBatches:
+        return MicroBatches(tuple(self._load(request, part) for part in request.indices), request.counts)
+
+    def _load(self, request: MicroBatchRequest, indices: Sequence[Any]) -> Any:
+        seeds = [index if isinstance(index, int) else position for position, index in enumerate(indices)]
+        if hasattr(self.dataset, "__getitems__"):
+            with seeded_randomness(request.seed, request.epoch, seeds[0]):
+                return self.collate(self.dataset.__getitems__(list(indices)))
+        samples = []
+        for index, sample_seed in zip(indices, seeds, strict=True):
+            with seeded_randomness(request.seed, request.epoch, sample_seed):
+                samples.append(self.dataset[index])
+        with seeded_randomness(request.seed, request.epoch, seeds[0], len(indices)):
+            return self.collate(samples)
+
+
+class MicroBatchStream(IterableDataset[MicroBatches]):
+    """Iterable: reads the whole stream in its order on every worker and keeps this data row's share.
+
+    The stream must be the same on every worker; do not split it by rank. Inside DataLoader workers each reads what the
+    dataset gives to it, so the order is that of a one-process loader with the same number of workers.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        collate: Callable[[list[Any]], Any],
+        shares: RowShares,
+        row: int,
+        seed: int,
+        drop_last: bool,
+    ) -> None:
+        self.dataset, self.collate, self.shares, self.row = dataset, collate, shares, row
+        self.seed, self.drop_last = seed, drop_last
+        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # read by persistent DataLoader workers
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass over the stream the next `iter` starts; handed on to datasets that shuffle by epoch."""
+        self.epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[MicroBatches]:
+        epoch = int(self.epoch)
+        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
+            set_epoch(epoch)
+        info = get_worker_info()
+        reader = 0 if info is None else info.id
+        with seeded_randomness(self.seed, epoch, reader):
+            stream = iter(self.dataset)
+        for number in itertools.count():
+            with seeded_randomness(self.seed, epoch, reader, number):
+                samples = list(itertools.islice(stream, self.shares.global_batch_size))
+            if not samples or (self.drop_last and len(samples) < self.shares.global_batch_size):
+                return
+            parts = self.shares.cut(self.row, samples)
+            with seeded_randomness(self.seed, epoch, reader, number, self.row):
+                batches = tuple(self.collate(list(part)) for part, _ in parts)
+            yield MicroBatches(batches, tuple(count for _, count in parts))
+
+
+class _SizedStream(MicroBatchStream):
+    """A stream whose dataset knows its length."""
+
+    def __len__(self) -> int:
+        size, full = len(self.dataset), self.shares.global_batch_size  # type: ignore[arg-type]
+        return size // full if self.drop_last else -(-size // full)
+
+
+class ReadyBatches:
+    """Any other iterable of ready-made batches: each run of `num_healthy_rows` of them is a loop batch, one per data row.
+
+    Where a replica is gone, its batches go to the rows that are left.
+    """
+
+    def __init__(self, batches: Iterable[Any], shares: RowShares, row: int) -> None:
+        self.batches, self.row = batches, row
+        self.shares = RowShares(1, shares.num_healthy_rows, shares.weights, shares.replicas)
+
+    def __iter__(self) -> Iterator[MicroBatches]:
+        stream = iter(self.batches)
+        while batches := list(itertools.islice(stream, self.shares.num_healthy_rows)):
+            parts = self.shares.cut(self.row, batches)
+            yield MicroBatches(
+                tuple(batch for (batch,), _ in parts), tuple(num_samples(batch) * count for (batch,), count in parts)
+            )
+
+
+class _SizedReadyBatches(ReadyBatches):
+    """Ready-made batches whose number is known."""
+
+    def __len__(self) -> int:
+        return (len(self.batches) + self.shares.num_healthy_rows - 1) // self.shares.num_healthy_rows  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPlan:
+    """What a worker needs to know to take its share of a loader.
+
+    Args:
+        topology: live replicas.
+        row: this worker's data row.
+        seed: the leader's.
+        num_healthy_rows: data rows of the healthy job.
+        training: shares by capability and window; else equal shares in one micro-batch each.
+        window: loop batches per optimizer step.
+    """
+
+    topology: Topology
+    row: int
+    seed: int
+    num_healthy_rows: int
+    training: bool
+    window: Callable[[], int] = lambda: 1
+
+    def shares(self, batch_size: int) -> RowShares:
+        """Who runs how much when the user's loader has this batch size."""
+        if self.training:
+            return RowShares.training(self.topology, batch_size, self.num_healthy_rows)
+        return RowShares.evaluation(self.topology, batch_size)
+
+
+def rebuild_loader(loader: Any, plan: LoaderPlan) -> Any:
+    """The user's loader as one that yields this data row's `MicroBatches`.
+
+    Keeps the dataset, ``collate_fn``, sampler or batch sampler, workers, pinning and time-outs of a DataLoader. Without
+    batching by torch (``batch_size=None``), and for any other iterable, its items are taken as ready-made batches.
+
+    Raises:
+        ConfigError: a training loader that leaves out its last batch and has fewer samples than one global batch.
+    """
+    if not isinstance(loader, DataLoader) or (loader.batch_size is None and loader.batch_sampler is None):
+        kind = _SizedReadyBatches if _has_length(loader) else ReadyBatches
+        return kind(loader, plan.shares(1), plan.row)
+    if isinstance(loader.dataset, IterableDataset):
+        return _rebuild_stream(loader, plan)
+    source: Any = loader.sampler if loader.batch_size is not None else loader.batch_sampler
+    batch_size = loader.batch_size or _largest_batch(source, plan.seed)
+    sampler = GlobalBatchSampler(
+        source,
+        plan.shares(batch_size),
+        plan.row,
+        plan.seed,
+        drop_last=loader.drop_last and loader.batch_size is not None,
+        batched=loader.batch_size is None,
+        window=plan.window if plan.training else lambda: 1,
+    )
+    if plan.training and len(sampler) == 0:
+        raise ConfigError(
+            f"the training loader has {len(source)} samples and drop_last={loader.drop_last}, one global batch takes "
+            f"{sampler.shares.global_batch_size} (batch_size={batch_size} x {plan.num_healthy_rows} data rows), so nothing "
+            "would be trained; set drop_last=False, a smaller batch_size or fewer data rows"
+        )
+    dataset = MicroBatchDataset(loader.dataset, loader.collate_fn)
+    return DataLoader(
+        dataset, batch_size=None, sampler=sampler, collate_fn=_as_is, **_worker_options(loader, plan.seed)
+    )
+
+
+def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> DataLoader[MicroBatches]:
+    if loader.batch_size is None:
+        raise ConfigError("an iterable dataset with a batch_sampler cannot be shared; give the DataLoader a batch_size")
+    kind = _SizedStream if _has_length(loader.dataset) else MicroBatchStream
+    stream = kind(
+        cast(Iterable[Any], loader.dataset),
+        loader.collate_fn,
+        plan.shares(loader.batch_size),
+        plan.row,
+        plan.seed,
+        loader.drop_last,
+    )
+    rebuilt = DataLoader(stream, batch_size=None, collate_fn=_as_is, **_worker_options(loader, plan.seed))
+    # Lightning tells samplers the epoch; a stream has none but torch's placeholder, which hands it on.
+    rebuilt.sampler.set_epoch = stream.set_epoch  # type: ignore[attr-defined]
+    return rebuilt
+
+
+def _worker_options(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
+    options = {
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "persistent_workers": loader.persistent_workers,
+        # Seeds of DataLoader workers come from here: the same on all roles, whatever else each process drew before.
+        "generator": torch.Generator().manual_seed(derive_seed(seed)),
+    }
+    if loader.num_workers > 0:
+        options |= {
+            "prefetch_factor": loader.prefetch_factor,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    return options
+
+
+def _largest_batch(batch_sampler: Any, seed: int) -> int:
+    size = getattr(batch_sampler, "batch_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    return max((len(batch) for batch in global_order(batch_sampler, seed, 0)), default=1)
+
+
+def _has_length(thing: Any) -> bool:
+    try:
+        len(thing)
+    except (TypeError, NotImplementedError):  # what torch and user code raise for streams
+        return False
+    return True
+
+
+def _as_is(item: Any) -> Any:
+    return item
+
+
+def num_samples(batch: Any) -> int:
+    """Samples in a ready-made batch: size of dim 0 of the first tensor in it, 1 where there is none."""
+    return next((t.shape[0] for t in _tensors(batch) if t.dim() > 0), 1)
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for value in batch:
+            yield from _tensors(value)
+
+
+def weigh(batch: Any, num_counted: int, weight: BatchWeight) -> float:
+    """The count of a micro-batch in the mean over the global batch.
+
+    Args:
+        batch: as the user's ``collate_fn`` made it.
+        num_counted: its samples; 0 for a ghost, which counts 0 whatever it holds.
+        weight: ``"samples"``, ``"tokens"`` (labels other than -100, less the first of each sequence, which nothing
+            predicts) or a function of the batch.
+
+    Raises:
+        ConfigError: ``"tokens"`` without ``labels`` in the batch, or a weight below 0.
+    """
+    if num_counted == 0:
+        return 0.0
+    if weight == "samples":
+        return float(num_counted)
+    if weight == "tokens":
+        labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
+        if not isinstance(labels, torch.Tensor):
+            raise ConfigError(
+                f'batch_weight="tokens" counts batch["labels"], and a {type(batch).__name__} has none; give '
+                "batch_weight a function of the batch that returns how much it counts"
+            )
+        return float((labels[..., 1:] != IGNORED_LABEL).sum())
+    if isinstance(weight, str):
+        raise ConfigError(f'batch_weight is "samples", "tokens" or a function of the batch, got {weight!r}')
+    count = float(weight(batch))
+    if not count >= 0:
+        raise ConfigError(f"batch_weight returned {count} for a batch; a weight is a number of at least 0")
+    return count

@@ -1,0 +1,271 @@
+"""The one global order of samples per epoch, and each data row's share of it.
+
+    (seed, epoch) -> order of all samples -> global batches -> shares of the data rows -> micro-batches of at most batch_size
+
+Everything after the order is a pure function of the global batch and the topology, so that every worker knows what the others
+run without asking, and a change of membership re-splits the same batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.topology import Topology
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed that depends on all parts and their order; neighbouring parts give unrelated seeds."""
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+@contextlib.contextmanager
+def seeded_randomness(*parts: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's CPU generators run from `derive_seed(*parts)` inside; afterwards they go on as before."""
+    numpy = sys.modules.get("numpy")  # not loaded: nobody draws from it
+    python_state, torch_state = random.getstate(), torch.get_rng_state()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    reseed(*parts)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.set_rng_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def reseed(*parts: int) -> None:
+    """Set Python's, NumPy's and torch's CPU generators to `derive_seed(*parts)`."""
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+@lru_cache(maxsize=4096)
+def deal(total: int, weights: tuple[int, ...]) -> tuple[int, ...]:
+    """`total` samples dealt one by one in proportion to `weights` (Sainte-Laguë): each goes to the largest weight / (2n + 1).
+
+    Never takes a sample back when `total` grows, so that shares of a window's positions add up to the shares of the window.
+    Ties go to the lowest index; a weight of 0 gets nothing.
+
+    Raises:
+        ConfigError: a negative weight, or no positive one.
+    """
+    if not weights or min(weights) < 0 or max(weights) == 0:
+        raise ConfigError(f"shares need weights of at least 0 and one above, got {weights}")
+    # Each final count is at least floor(quota) - number of parties, so the dealing can start there.
+    counts = [max(0, total * weight // sum(weights) - len(weights)) for weight in weights]
+    heap = [(-Fraction(w, 2 * n + 1), i) for i, (w, n) in enumerate(zip(weights, counts, strict=True)) if w]
+    heapq.heapify(heap)
+    for _ in range(total - sum(counts)):
+        _, i = heap[0]
+        counts[i] += 1
+        heapq.heapreplace(heap, (-Fraction(weights[i], 2 * counts[i] + 1), i))
+    return tuple(counts)
+
+
+@dataclass(frozen=True, slots=True)
+class RowShares:
+    """Who runs how much of each global batch.
+
+    Args:
+        batch_size: the user's, in samples per data row of the healthy job; no micro-batch is larger.
+        num_healthy_rows: data rows of the healthy job; the global batch stays batch_size * num_healthy_rows after a loss.
+        weights: per live data row what it can do relative to the others.
+        replicas: per live data row the replica it belongs to.
+    """
+
+    batch_size: int
+    num_healthy_rows: int
+    weights: tuple[int, ...]
+    replicas: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.num_healthy_rows < 1:
+            raise ConfigError(
+                f"batch_size and data rows start at 1, got batch_size={self.batch_size}, rows={self.num_healthy_rows}"
+            )
+        if len(self.weights) != len(self.replicas):
+            raise ConfigError(f"{len(self.weights)} weights for {len(self.replicas)} data rows")
+        deal(0, self.weights)
+
+    @classmethod
+    def training(cls, topology: Topology, batch_size: int, num_healthy_rows: int | None = None) -> RowShares:
+        """In proportion to the devices of each data row: one role less means a smaller share."""
+        rows = topology.data_rows
+        degrees = tuple(topology.replicas[replica].degree for replica, _ in rows)
+        return cls(batch_size, num_healthy_rows or len(rows), degrees, tuple(replica for replica, _ in rows))
+
+    @classmethod
+    def evaluation(cls, topology: Topology, batch_size: int) -> RowShares:
+        """Equal shares: every data row runs exactly one micro-batch per global batch, a ghost where no sample is left."""
+        rows = topology.data_rows
+        return cls(batch_size, len(rows), (1,) * len(rows), tuple(replica for replica, _ in rows))
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one loop batch over all data rows."""
+        return self.batch_size * self.num_healthy_rows
+
+    def shares(self, num_samples: int, already_dealt: int = 0) -> tuple[int, ...]:
+        """Per data row its samples out of the next `num_samples`, when the window has dealt `already_dealt` before."""
+        before, after = deal(already_dealt, self.weights), deal(already_dealt + num_samples, self.weights)
+        return tuple(b - a for a, b in zip(before, after, strict=True))
+
+    def micro_batch_sizes(self, row: int, num_samples: int, already_dealt: int = 0) -> tuple[int, ...]:
+        """Sizes of the micro-batches that a data row runs; 0 is a ghost.
+
+        All rows of one replica run the same number, as FSDP gathers their parameters together; replicas may differ.
+        """
+        shares = self.shares(num_samples, already_dealt)
+        mates = [share for share, replica in zip(shares, self.replicas, strict=True) if replica == self.replicas[row]]
+        num_parts = max(1, *(-(-share // self.batch_size) for share in mates))
+        base, rest = divmod(shares[row], num_parts)
+        return tuple(base + (part < rest) for part in range(num_parts))
+
+    def cut(self, row: int, samples: Sequence[Any], already_dealt: int = 0) -> tuple[tuple[tuple[Any, ...], int], ...]:
+        """A data row's micro-batches of a global batch as (samples, how many count).
+
+        A ghost is a copy of one real sample of which none counts: collectives need every row to run something.
+        """
+        start = sum(self.shares(len(samples), already_dealt)[:row])
+        parts: list[tuple[tuple[Any, ...], int]] = []
+        for size in self.micro_batch_sizes(row, len(samples), already_dealt):
+            parts.append((tuple(samples[start : start + size]), size) if size else ((samples[0],), 0))
+            start += size
+        return tuple(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchRequest:
+    """What one data row loads for one loop batch: dataset indices per micro-batch, and how many of them count.
+
+    Args:
+        seed: of the job.
+        epoch: number of the pass over the data; with the seed and an index it fixes a sample's augmentation.
+        indices: per micro-batch.
+        counts: per micro-batch; 0 marks a ghost.
+    """
+
+    seed: int
+    epoch: int
+    indices: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
+
+
+def global_order(sampler: Iterable[Any], seed: int, epoch: int, sampler_seed: int = 0) -> list[Any]:
+    """Everything that a user's sampler (or batch sampler) yields in an epoch; the same on every worker.
+
+    The sampler runs with Python's and torch's generators, and one of its own if it has one, set from
+    (seed, epoch, sampler_seed). A `DistributedSampler` is asked for the order of one process: the shares are ours.
+    """
+    if isinstance(sampler, DistributedSampler):
+        sampler = _undistributed(sampler)
+    elif isinstance(sampler, BatchSampler) and isinstance(sampler.sampler, DistributedSampler):
+        sampler = BatchSampler(_undistributed(sampler.sampler), sampler.batch_size, sampler.drop_last)
+    for part in (sampler, getattr(sampler, "sampler", None)):
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+    for generator in _generators_of(sampler):
+        generator.manual_seed(derive_seed(seed, epoch, sampler_seed))
+    with seeded_randomness(seed, epoch, sampler_seed):
+        return list(sampler)
+
+
+def _generators_of(sampler: object) -> list[torch.Generator]:
+    found = (getattr(part, "generator", None) for part in (sampler, getattr(sampler, "sampler", None)))
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _undistributed(sampler: DistributedSampler) -> DistributedSampler:
+    return DistributedSampler(
+        sampler.dataset, num_replicas=1, rank=0, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+    )
+
+
+class GlobalBatchSampler(Sampler[MicroBatchRequest]):
+    """One request per loop batch for one data row; the same number of them on every worker.
+
+    Args:
+        source: the user's sampler (single indices), or batch sampler (`batched`): `num_healthy_rows` of its batches in
+            a row make a global batch.
+        shares: who runs how much.
+        row: this worker's data row.
+        seed: the leader's.
+        drop_last: leave out the samples that do not fill a global batch.
+        batched: `source` yields lists of indices.
+        window: loop batches per optimizer step, asked at the start of each epoch.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        shares: RowShares,
+        row: int,
+        seed: int,
+        drop_last: bool = False,
+        batched: bool = False,
+        window: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self.source, self.shares, self.row, self.seed = source, shares, row, seed
+        self.drop_last, self.batched, self.window = drop_last, batched, window
+        self.epoch = 0
+        self.first_batch = 0
+        generators = _generators_of(source)  # a user who seeds one wants another order for another seed
+        self._source_seed = generators[0].initial_seed() if generators else 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass over the data the next `iter` starts. Called by Lightning."""
+        self.epoch = epoch
+
+    def start_at(self, batch: int) -> None:
+        """Let the next `iter` begin at this loop batch of the epoch, in the order of an undisturbed run."""
+        self.first_batch = batch
+
+    def __len__(self) -> int:
+        num_units = len(cast(Any, self.source))
+        per_batch = self.shares.num_healthy_rows if self.batched else self.shares.global_batch_size
+        return num_units // per_batch if self.drop_last else -(-num_units // per_batch)
+
+    def __iter__(self) -> Iterator[MicroBatchRequest]:
+        first, self.first_batch = self.first_batch, 0
+        window, dealt = self.window(), 0
+        for number, samples in enumerate(self._global_batches()):
+            if number % window == 0:
+                dealt = 0
+            if number >= first:
+                yield self._request(samples, dealt)
+            dealt += len(samples)
+
+    def _request(self, samples: Sequence[int], dealt: int) -> MicroBatchRequest:
+        parts = self.shares.cut(self.row, samples, dealt)
+        return MicroBatchRequest(
+            self.seed, self.epoch, tuple(indices for indices, _ in parts), tuple(count for _, count in parts)
+        )
+
+    def _global_batches(self) -> Iterator[list[int]]:
+        units = global_order(self.source, self.seed, self.epoch, self._source_seed)
+        per_batch = self.shares.num_healthy_rows if self.batched else self.shares.global_batch_size
+        for start in range(0, len(units), per_batch):
+            batch = units[start : start + per_batch]
+            if len(batch) < per_batch and self.drop_last:
+                return
+            yield list(itertools.chain.from_iterable(batch)) if self.batched else batch

@@ -45,7 +45,7 @@ demo: $(STAMP) ## fine-tune a small llama on five CPU processes: replicas of deg
 	$(BIN)/python examples/finetune_hf.py --replica-sizes 3 2 --accelerator cpu
 
 bench: $(STAMP) ## step time and memory beside Lightning's own ModelParallelStrategy
-	$(BIN)/python -m benchmarks
+	$(BIN)/python benchmarks/bench_step.py
 
 gpu-acceptance: $(STAMP) ## for owners of a GPU box: parity, bf16, step time, memory; writes one JSON
 	$(BIN)/python -m benchmarks.gpu_acceptance

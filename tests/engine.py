@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from lightning_ntp.strategy.huggingface import plan_model
 from torch import nn
 
 from lightning_ntp.strategy.clipping import clip_by_norm_, global_norm
 from lightning_ntp.strategy.fsdp import ShardedModel, local_of, shard_model
 from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.huggingface import plan_model
 from lightning_ntp.topology import Topology
 from tests.models import IGNORED
 

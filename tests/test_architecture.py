@@ -36,14 +36,17 @@ EDGES = {"simulator.py": {"numpy"}, "cli.py": {"typer", "rich", "matplotlib"}, "
 
 PRIVATE_HOME = "_torch_private.py"
 COLLECTIVE_HOMES = {"dtensor/collectives.py", "strategy/state.py"}
-CONTROL_HOMES = {"strategy/groups.py"}
-"""Where control messages (a vote, a barrier) may be sent; data collectives belong to COLLECTIVE_HOMES."""
+CONTROL_HOMES = COLLECTIVE_HOMES | {"strategy/groups.py", "dtensor/checkpoint.py"}
+"""Where barriers and objects may be exchanged as well; tensors move in COLLECTIVE_HOMES only."""
 
-COLLECTIVES = {
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_tensor", "all_gather_tensor_autograd", "all_reduce",
-    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "all_to_all_single_autograd", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce",
-    "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_autograd", "scatter", "scatter_object_list", "send",
+CONTROL = {
+    "all_gather_object", "barrier", "broadcast_object_list", "gather_object", "monitored_barrier", "scatter_object_list",
+}  # fmt: skip
+COLLECTIVES = CONTROL | {
+    "all_gather", "all_gather_into_tensor", "all_gather_tensor", "all_gather_tensor_autograd", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "all_to_all_single_autograd", "batch_isend_irecv",
+    "broadcast", "gather", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_tensor_autograd", "scatter", "send",
 }  # fmt: skip
 
 
@@ -164,8 +167,9 @@ def _private_torch(where: str, tree: ast.Module, imports: list[Import]) -> Itera
 
 
 def _stray_collectives(where: str, tree: ast.Module, imports: list[Import]) -> Iterator[tuple[int, str]]:
-    if where in COLLECTIVE_HOMES | CONTROL_HOMES:
+    if where in COLLECTIVE_HOMES:
         return
+    strays = COLLECTIVES - CONTROL if where in CONTROL_HOMES else COLLECTIVES
     aliases = _aliases(tree)
     for imported in imports:
         for name in imported.names:
@@ -174,7 +178,7 @@ def _stray_collectives(where: str, tree: ast.Module, imports: list[Import]) -> I
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             path = _path(node.func, aliases)
-            if path.startswith("torch.distributed") and path.split(".")[-1] in COLLECTIVES:
+            if path.startswith("torch.distributed") and path.split(".")[-1] in strays:
                 yield node.lineno, f"collective {path} outside {sorted(COLLECTIVE_HOMES)}"
 
 
@@ -194,6 +198,7 @@ BROKEN = {
     "strategy/fsdp.py": ("import torch.distributed as dist\ndist._world\n", "torch.distributed._world"),
     "strategy/sampler.py": ("import torch\ntorch.distributed.all_reduce(1)\n", "collective torch.distributed.all_reduce"),
     "dtensor/grad_sync.py": ("from torch.distributed import all_to_all_single as a\na(1, 2)\n", "all_to_all_single"),
+    "strategy/groups.py": ("import torch.distributed as dist\ndist.broadcast(1)\n", "collective torch.distributed.broadcast"),
     "dtensor/redistribute.py": ("from ._torch_private import funcol\nfuncol.all_reduce(1)\n", "all_reduce"),
 }
 
@@ -213,6 +218,7 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
         "cli.py": "import typer\ndef f():\n    from lightning_ntp.strategy import config\n",
         "dtensor/_torch_private.py": "from torch.distributed.tensor._ops import x\nimport torch\ntorch._C\n",
         "dtensor/collectives.py": "import torch.distributed as dist\ndist.all_reduce(1)\n",
+        "strategy/groups.py": "import torch.distributed as dist\ndist.barrier()\n",
         "strategy/strategy.py": "import lightning\nfrom lightning_ntp.dtensor import y\nself._x = torch.__version__\n",
         "__init__.py": "from .strategy import NTPStrategy\n",
     }

@@ -22,7 +22,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -110,7 +116,9 @@ class _CellLoadPlanner(DefaultLoadPlanner):
                 chunks = tensor.__create_chunk_list__()
             else:
                 chunks = [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]
-            requests += create_read_items_for_chunk_list(name, saved[name], chunks)
+            stored = saved[name]
+            assert isinstance(stored, TensorStorageMetadata), "load_cells has checked this"
+            requests += create_read_items_for_chunk_list(name, stored, chunks)
         return LoadPlan(requests)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

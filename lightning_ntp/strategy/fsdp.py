@@ -190,10 +190,10 @@ def _apply_fsdp(
         if next(unit.parameters(), None) is None:
             continue
         units.append(fully_shard(unit, mesh=groups.mesh["fsdp"], shard_placement_fn=place, mp_policy=mp_policy))
-    for unit in units:
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-        fill_unused_gradients(unit)
+    for sharded in units:
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        fill_unused_gradients(sharded)
     return tuple(units)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,3 +41,47 @@ def broadcast_in_place(tensor: torch.Tensor, source: int, group: ProcessGroup) -
     """Overwrite a tensor with that of global rank `source`. Collective over `group`; free for a group of one."""
     if group.size() > 1:
         dist.broadcast(tensor, src=source, group=group)
+
+
+def max_in_place(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Elementwise maximum over a group, in place. Collective over `group`; free for a group of one."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
+class _CopyToRoles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_in_place(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _ReduceFromRoles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        return sum_in_place(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+def copy_to_roles(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """A replicated activation enters a region cut over roles: itself; backward sums the roles' gradients.
+
+    Collective over the tp axis in backward.
+    """
+    return _CopyToRoles.apply(tensor, group) if group.size() > 1 else tensor
+
+
+def reduce_from_roles(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Partial sums leave a region cut over roles: their sum; backward hands every role the same gradient.
+
+    Collective over the tp axis in forward.
+    """
+    return _ReduceFromRoles.apply(tensor, group) if group.size() > 1 else tensor

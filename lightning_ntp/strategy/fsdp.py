@@ -15,8 +15,9 @@ from lightning_ntp.dtensor.collectives import broadcast_in_place
 from lightning_ntp.dtensor.grad_sync import BucketSync, WindowState
 from lightning_ntp.dtensor.parallel import swap_module
 from lightning_ntp.dtensor.placement import UnevenShard, wrap_local
+from lightning_ntp.dtensor.vocab import VocabHead, connect_head
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.model_spec import Cell, Coordinates, ModelPlan, ParamSpec
+from lightning_ntp.model_spec import Cell, Coordinates, ModelPlan, ParamSpec, Style
 from lightning_ntp.strategy._torch_private import bucket_parameters, fill_unused_gradients
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.sync_plan import plan_sync
@@ -127,13 +128,23 @@ def shard_model(
         )
     at = topology.coordinates(groups.worker)
     _start_equal(module, groups)
-    for rule in plan.rules:
-        swap_module(module.get_submodule(rule.fqn), rule, at.degree, at.role, groups.tp)
+    # An attention module hands its randomness to its output projection, which must have been swapped before.
+    for rule in sorted(plan.rules, key=lambda rule: rule.style is Style.ATTENTION):
+        swap_module(module, rule, at.degree, at.role, groups.mesh["tp"])
+    _connect_heads(module)
     _cut_parameters(module, plan, groups, at)
     units = _apply_fsdp(module, plan, groups, at, mp_policy or MixedPrecisionPolicy(), roots)
     window = WindowState()
     buckets = _install_hooks(module, plan, groups, units, window)
     return ShardedModel(module, plan, groups, buckets, window, units)
+
+
+def _connect_heads(module: nn.Module) -> None:
+    for model in module.modules():
+        find = getattr(model, "get_output_embeddings", None)
+        head = find() if find is not None else None
+        if isinstance(head, VocabHead):
+            connect_head(model, head)
 
 
 @torch.no_grad()

@@ -1,0 +1,66 @@
+"""Compiled versions of the reference kernels, and the reference where nothing compiles."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import sysconfig
+import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@functools.cache
+def compiler_missing(device_type: str) -> str | None:
+    """Why nothing can be compiled for a device type, or None. Found out once."""
+    if device_type == "cuda":
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "triton is not installed"
+        return None
+    compiler = (sysconfig.get_config_var("CXX") or "g++").split()[0]
+    if not any(shutil.which(name) for name in (compiler, "g++", "c++", "clang++")):
+        return f"no C++ compiler ({compiler}) on PATH"
+    return None
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"{reason}: kernels run as plain torch, slower but equal", stacklevel=3)
+
+
+def compiled(reference: Callable[P, R]) -> Callable[P, R]:
+    """`reference` fused by torch.compile on GPUs; on CPUs the reference itself.
+
+    On CPUs compiling costs tens of seconds at start and gains little on these memory-bound kernels; ``kernel.fused`` compiles
+    there too (tests and benchmarks use it). Empty tensors go to the reference: generated code for zero columns is not worth a
+    recompilation.
+    """
+    generated = torch.compile(reference, dynamic=True, fullgraph=True)
+
+    def fused(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if any(tensor.numel() == 0 for tensor in tensors):
+            return reference(*args, **kwargs)
+        reason = compiler_missing(tensors[0].device.type)
+        if reason is not None:
+            _warn_once(reason)
+            return reference(*args, **kwargs)
+        return generated(*args, **kwargs)
+
+    @functools.wraps(reference)
+    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
+        on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
+        if on_gpu and not torch.compiler.is_compiling():
+            return fused(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    kernel.fused = fused  # type: ignore[attr-defined]
+    kernel.reference = reference  # type: ignore[attr-defined]
+    return kernel

@@ -29,7 +29,16 @@ from pathlib import Path
 from typing import Any
 
 NUM_WORKERS = 8
-PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "tests.pool")
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "tests.pool",
+)
 """Modules that the fork server imports once for all workers."""
 
 GRACE_SECONDS = 5.0

@@ -3,6 +3,7 @@
     NTPError
     +-- ConfigError (also a ValueError)            a setting that cannot work; raised before any process waits for another
     +-- UnsupportedModelError (also a ValueError)  a model or layer that cannot be cut; names the module and its style
+    +-- UnsupportedOpError (also a NotImplementedError)  an operator on an unevenly cut tensor that has no rule
     +-- PlanMismatchError                          two workers disagree about what moves or in which order
     +-- RankLostError                              a peer is gone; the recovery decides what happens next
     +-- UnrecoverableError                         state is lost for good; names the parameter and what would have saved it
@@ -23,6 +24,10 @@ class ConfigError(NTPError, ValueError):
 
 class UnsupportedModelError(NTPError, ValueError):
     """A model, layer or optimizer that cannot be cut unevenly (yet)."""
+
+
+class UnsupportedOpError(NTPError, NotImplementedError):
+    """An operator that has no rule for an unevenly cut tensor. Names the operator, the placement and the way out."""
 
 
 class PlanMismatchError(NTPError):

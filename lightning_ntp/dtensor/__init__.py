@@ -1,1 +1,5 @@
 """What a tensor is: the uneven placement, its dispatch rules, parallel layers, gradient sync."""
+
+from lightning_ntp.dtensor import dispatch
+
+dispatch.install()

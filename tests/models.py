@@ -75,7 +75,7 @@ def tiny(kind: str, **overrides: Any) -> PreTrainedModel:
     """A causal LM of `kind` (see `KINDS`), float64, eager attention, no dropout, in training mode, the same weights in every call.
 
     Args:
-        overrides: fields of the config under llama's names for all kinds, e.g. ``num_attention_heads=14``,
+        overrides: fields of the config under llama's names for all kinds, e.g. ``num_attention_heads=14`` (heads of 4),
             ``tie_word_embeddings=True`` (gpt2 is tied by default), ``attn_implementation="sdpa"``, or the kind's own
             (gpt2: ``resid_pdrop=0.1``).
     """
@@ -132,7 +132,7 @@ def causal_lm_loss(
 
 
 def _config(kind: str, overrides: dict[str, Any]) -> Any:
-    fields = _SIZES | overrides
+    fields = _SIZES | {"hidden_size": 4 * overrides.get("num_attention_heads", 6)} | overrides
     if kind == "gpt2":
         sizes = {name: fields[name] for name in _GPT2_NAMES}
         others = {name: value for name, value in overrides.items() if name not in _SIZES}

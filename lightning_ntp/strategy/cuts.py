@@ -1,0 +1,111 @@
+"""From "this module is a column layer" to integers: which dim of which parameter is cut, and over which layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_ntp.layout import NestedLayouts, nested_layouts
+from lightning_ntp.model_spec import HeadCut, ModuleRule, Style
+from lightning_ntp.strategy.planned import GATHERED, Planned, PlanStyle, own_parameters, refusal
+
+_PACKED_MLP = "gate_up_proj"
+"""The name under which models keep ``gate|up`` in one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamCut:
+    """The part of a `ParamSpec` that is not read off the parameter itself."""
+
+    dim: int | None = None
+    layouts: NestedLayouts | None = None
+    partial: bool = False
+
+
+@dataclass(slots=True)
+class CutState:
+    """Rules and parameter cuts as they are collected, and the layouts made so far (one per number of granules)."""
+
+    num_roles: int
+    loss_order: tuple[int, ...]
+    rules: list[ModuleRule] = field(default_factory=list)
+    params: dict[str, ParamCut] = field(default_factory=dict)
+    layouts: dict[int, NestedLayouts] = field(default_factory=dict)
+
+    def granules(self, one: Planned, num_granules: int, what: str) -> NestedLayouts:
+        """Layouts over `num_granules`, refused where a role would get none."""
+        if num_granules < self.num_roles:
+            raise one.refused(
+                f"{num_granules} {what} cannot be shared by {self.num_roles} roles",
+                f"Use tensor_parallel_size <= {num_granules}",
+            )
+        if num_granules not in self.layouts:
+            self.layouts[num_granules] = nested_layouts(num_granules, self.num_roles, self.loss_order)
+        return self.layouts[num_granules]
+
+    def linear(self, one: Planned, layouts: NestedLayouts, heads: HeadCut | None = None) -> None:
+        """Cuts one column or row layer; `heads` where its output holds KV heads that several query heads share."""
+        is_column = one.style is PlanStyle.COLUMN
+        style = Style.COLUMN if is_column else Style.ROW
+        self.rules.append(ModuleRule(one.fqn, style, layouts, heads, kv_features=heads is not None))
+        self.params[f"{one.fqn}.weight"] = ParamCut(int(is_column == isinstance(one.module, Conv1D)), layouts)
+        if is_column and getattr(one.module, "bias", None) is not None:
+            self.params[f"{one.fqn}.bias"] = ParamCut(0, layouts)
+
+    def vocabulary(self, one: Planned) -> None:
+        """Cuts an embedding or a head by the rows of its table."""
+        layouts = self.granules(one, one.out_features, "vocabulary rows")
+        style = Style.VOCAB_EMBEDDING if one.style is PlanStyle.VOCAB_EMBEDDING else Style.VOCAB_HEAD
+        self.rules.append(ModuleRule(one.fqn, style, layouts))
+        for name, _ in one.module.named_parameters(recurse=False):
+            self.params[f"{one.fqn}.{name}"] = ParamCut(0, layouts)
+
+
+def split(members: Sequence[Planned]) -> tuple[list[Planned], list[Planned]]:
+    """(column layers, row layers)."""
+    columns = [one for one in members if one.style is PlanStyle.COLUMN]
+    return columns, [one for one in members if one.style is PlanStyle.ROW]
+
+
+def cut_feed_forward(
+    state: CutState, parent: str, module: nn.Module, members: Sequence[Planned], styles: Mapping[str, PlanStyle]
+) -> None:
+    """Column layers whose output is exactly the input of row layers beside them; each such width is one layout.
+
+    Raises:
+        UnsupportedModelError: a column layer without its row layer or the other way round, fewer columns than roles, a
+            norm over features that are cut.
+    """
+    columns, rows = split(members)
+    widths = {row.in_features for row in rows}
+    made: set[int] = set()
+    for column in columns:
+        width = column.out_features
+        is_packed = column.name == _PACKED_MLP and width // 2 in widths
+        width = width // 2 if is_packed else width
+        if width not in widths or (column.word == GATHERED and not is_packed):
+            raise column.refused(
+                f"no row layer in {parent or 'the model'} takes its {column.out_features} output features as they are",
+                "Name the row layer that follows it in the plan, both inside one module",
+            )
+        made.add(width)
+        layouts = state.granules(column, width, "feed-forward columns")
+        state.linear(column, NestedLayouts.concat((layouts, layouts)) if is_packed else layouts)
+    for row in rows:
+        if row.in_features not in made:
+            raise row.refused(
+                f"no column layer in {parent or 'the model'} makes the {row.in_features} features that it takes in parts",
+                "Name the column layer before it in the plan, both inside one module",
+            )
+        state.linear(row, state.granules(row, row.in_features, "feed-forward columns"))
+    _refuse_vectors(parent, module, widths - {row.out_features for row in rows}, styles)
+
+
+def _refuse_vectors(parent: str, module: nn.Module, widths: set[int], styles: Mapping[str, PlanStyle]) -> None:
+    """A norm or scale over the cut features would meet local features with its whole weight."""
+    for fqn, owner, name, shape in own_parameters(parent, module):
+        if fqn not in styles and len(shape) == 1 and shape[0] in widths:
+            raise refusal(fqn, owner, "none", f"its {name} acts on {shape[0]} features that are cut over roles")

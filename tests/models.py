@@ -72,7 +72,7 @@ _RMS_NORMS: tuple[type[nn.Module], ...] = (
 
 
 def tiny(kind: str, **overrides: Any) -> PreTrainedModel:
-    """A causal LM of `kind` (see `KINDS`), float64, eager attention, no dropout, in training mode, the same weights in every call.
+    """A causal LM of `kind` (see `KINDS`): float64, eager attention, no dropout, training mode, equal weights in every call.
 
     Args:
         overrides: fields of the config under llama's names for all kinds, e.g. ``num_attention_heads=14`` (heads of 4),
@@ -88,7 +88,7 @@ def tiny(kind: str, **overrides: Any) -> PreTrainedModel:
 
 
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Every distinct parameter, norms and biases too, gets values of its own, so that no gradient is zero by accident."""
+    """Every distinct parameter, norms and biases too, gets values of its own: no gradient is zero by accident."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -110,8 +110,8 @@ def batch(vocab: int, n: int, s: int, seed: int = 0) -> dict[str, Tensor]:
 def float64_norms() -> Iterator[None]:
     """Inside, float64 models are float64 throughout, forward and backward.
 
-    Hugging Face norms, the eager attention's softmax and the causal-LM loss compute in float32 whatever the dtype; uneven
-    layouts change the order of sums, so that rounding would hide errors below 1e-7.
+    Hugging Face norms, the eager attention's softmax and the causal-LM loss compute in float32 whatever the dtype;
+    uneven layouts change the order of sums, so that rounding would hide errors below 1e-7.
     """
     with ExitStack() as patches:
         for norm in _RMS_NORMS:

@@ -262,6 +262,17 @@ def test_own_models_that_cannot_be_cut(plan: Any, message: str) -> None:
         plan_model(OwnModel(), 2, (), plan)
 
 
+def test_dropout_on_cut_features() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4), nn.Dropout(0.1))
+    plan = {"net.0": "column", "net.2": "row"}
+    with pytest.raises(
+        UnsupportedModelError, match=r"net.0 .*dropout '1' after it acts on features that are cut.*Move it"
+    ):
+        plan_model(nn.ModuleDict({"net": net}), 2, (), plan)
+    net[1].p = 0.0
+    assert plan_model(nn.ModuleDict({"net": net}), 2, (), plan).by_fqn["net.2.weight"].dim == 1
+
+
 def test_more_roles_than_query_heads() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"6 query heads cannot be shared by 7 roles. Use tensor_parallel_size <= 6"

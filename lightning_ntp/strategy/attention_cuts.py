@@ -1,7 +1,7 @@
 """Attention by query head: how q, k, v and o of one attention module are cut, packed or not.
 
-The unit is the query head. KV heads follow: a role stores each KV head that one of its query heads needs, so that a head
-may have copies on several roles. The attention code itself runs unchanged, on local head counts.
+The unit is the query head. KV heads follow: a role stores each KV head that one of its query heads needs, so that a
+head may have copies on several roles. The attention code itself runs unchanged, on local head counts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def cut_attention(
     """Adds the rules of an attention module and of its projections; q/k norms become partial.
 
     Raises:
-        UnsupportedModelError: projections we do not know, sizes that are no whole heads, norms across heads, a parameter of
-            the attention that the plan does not name.
+        UnsupportedModelError: projections we do not know, sizes that are no whole heads, norms across heads, or a
+            parameter of the attention that the plan does not name.
     """
     columns, rows = split(members)
     if len(rows) != 1 or not columns:
@@ -123,7 +123,7 @@ def _cut_separate(
         wanted = (queries if is_query else heads.keys).scaled(head_dim)
         if one.out_features != wanted.size or one.word == GATHERED:
             raise one.refused(
-                f"its {one.out_features} outputs are not used head by head; {wanted.size} features, {head_dim} per head, wanted"
+                f"its {one.out_features} outputs are not used head by head; wanted {wanted.size}, {head_dim} per head"
             )
         state.linear(one, wanted, None if is_query or heads.group_size == 1 else heads)
     return heads
@@ -132,7 +132,7 @@ def _cut_separate(
 def _cut_inner_parameters(
     state: CutState, parent: str, attention: nn.Module, head_dim: int, styles: Mapping[str, PlanStyle]
 ) -> None:
-    """Norms over one head see the local heads only: partial gradients. What else sits in an attention must be in the plan."""
+    """Norms over one head see the local heads only: partial gradients. What else it holds must be in the plan."""
     for fqn, owner, name, shape in own_parameters(parent, attention):
         style = styles.get(fqn)
         if style not in (None, PlanStyle.PARTIAL):
@@ -143,7 +143,7 @@ def _cut_inner_parameters(
                 fqn,
                 owner,
                 style or "none",
-                f"it normalises over a whole projection ({shape[0]} features), but the heads of {head_dim} are cut over roles",
+                f"it normalises over a whole projection ({shape[0]} features), but its heads of {head_dim} are cut apart",
             )
         if style is None and not (is_vector and shape[0] == head_dim):
             raise refusal(

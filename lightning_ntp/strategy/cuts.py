@@ -97,11 +97,12 @@ def cut_feed_forward(
     for row in rows:
         if row.in_features not in made:
             raise row.refused(
-                f"no column layer in {parent or 'the model'} makes the {row.in_features} features that it takes in parts",
+                f"no column layer in {parent or 'the model'} makes the {row.in_features} features it takes in parts",
                 "Name the column layer before it in the plan, both inside one module",
             )
         state.linear(row, state.granules(row, row.in_features, "feed-forward columns"))
     _refuse_vectors(parent, module, widths - {row.out_features for row in rows}, styles)
+    _refuse_dropout(members, module)
 
 
 def _refuse_vectors(parent: str, module: nn.Module, widths: set[int], styles: Mapping[str, PlanStyle]) -> None:
@@ -109,3 +110,19 @@ def _refuse_vectors(parent: str, module: nn.Module, widths: set[int], styles: Ma
     for fqn, owner, name, shape in own_parameters(parent, module):
         if fqn not in styles and len(shape) == 1 and shape[0] in widths:
             raise refusal(fqn, owner, "none", f"its {name} acts on {shape[0]} features that are cut over roles")
+
+
+def _refuse_dropout(members: Sequence[Planned], module: nn.Module) -> None:
+    """Dropout on cut features would draw another count of random numbers on each role; visible in a Sequential only."""
+    if not isinstance(module, nn.Sequential):
+        return
+    styles = {one.name: one for one in members}
+    inside: Planned | None = None
+    for name, child in module.named_children():
+        if name in styles:
+            inside = styles[name] if styles[name].style is PlanStyle.COLUMN else None
+        elif inside is not None and isinstance(child, nn.Dropout) and child.p > 0:
+            raise inside.refused(
+                f"the dropout {name!r} after it acts on features that are cut over roles",
+                "Move it behind the row layer",
+            )

@@ -4,9 +4,10 @@
     built-in plans (gpt2)               --+--> planned modules, by parent --+-- q/k/v/o ---------> attention_cuts
     input embedding, output head        --+                                 +-- gate/up/down ----> cuts
     the user's plan (overrides)         --+                                 +-- embedding, head -> vocabulary rows
-                                                                            +-- partial ---------> gradients summed over roles
+                                                                            +-- partial ---------> gradients summed
 
-Only the dictionaries of transformers are used; the code around them cuts rows where we cut heads, and moves between releases.
+Only the dictionaries of transformers are used; the code around them cuts rows where we cut heads, and moves between
+releases.
 """
 
 from __future__ import annotations
@@ -66,17 +67,18 @@ def plan_model(
     """How `model` is cut over `num_roles` roles, at every degree that `loss_order` leads to. Local, changes nothing.
 
     Args:
-        model: any module with Hugging Face models anywhere inside it (a LightningModule), or a user's own with `plan`. It may
-            be on the meta device. Modules outside of the plans are replicated over roles.
+        model: any module with Hugging Face models anywhere inside it (a LightningModule), or a user's own with `plan`.
+            It may be on the meta device. Modules outside of the plans are replicated over roles.
         num_roles: tensor parallel size of the healthy replica; 1 cuts nothing and accepts every model.
         loss_order: roles, first lost first.
-        plan: ``"auto"``, or ``{glob: style}`` over names of ``model.named_modules()``: ``*`` stands for anything inside one
-            dotted part, ``**`` for anything; styles are column, row, vocab_embedding, vocab_head, replicate (also for all
-            modules below it) and partial. Entries override what a Hugging Face model says about the same module. Column and
-            row layers must be children of one module. That module is an attention if it has q_proj, k_proj, v_proj (or wq,
-            wk, wv; query, key, value; or a packed ``q|k|v`` named qkv_proj or c_attn): it needs an attribute ``head_dim``
-            and a forward that views features as ``(..., -1, head_dim)``. No dropout may act between column and row layers
-            of another module: its masks would differ in number, and with them all later random numbers.
+        plan: ``"auto"``, or ``{glob: style}`` over names of ``model.named_modules()``: ``*`` stands for anything inside
+            one dotted part, ``**`` for anything; styles are column, row, vocab_embedding, vocab_head, replicate (also
+            for all modules below it) and partial. Entries override what a Hugging Face model says about the same
+            module. Column and row layers must be children of one module. That module is an attention if it has q_proj,
+            k_proj, v_proj (or wq, wk, wv; query, key, value; or a packed ``q|k|v`` named qkv_proj or c_attn): it needs
+            an attribute ``head_dim`` and a forward that views features as ``(..., -1, head_dim)``. No dropout may act
+            between the column and row layers of another module: its masks would differ in number from role to role,
+            and with them all later random numbers (refused in a Sequential; elsewhere we cannot see it).
 
     Raises:
         ConfigError: a plan of another type, an unknown style, a glob that matches no module.
@@ -182,7 +184,7 @@ def _require_some_cut(name: str, model: PreTrainedModel, planned: Mapping[str, P
             name,
             model,
             "auto",
-            f"transformers has no tensor-parallel plan for model type {model.config.model_type!r}, and we have none built in",
+            f"transformers has no tensor-parallel plan for model type {model.config.model_type!r}, nor have we",
             f'Pass plan={{glob: style}} for its layers, {{"{pattern}": "replicate"}} to keep it whole on every role',
         )
 
@@ -296,7 +298,7 @@ def _param_specs(model: nn.Module, cuts: Mapping[str, ParamCut]) -> Iterator[Par
 def _units(
     modules: Mapping[str, nn.Module], models: Mapping[str, PreTrainedModel], own: Mapping[str, Planned]
 ) -> tuple[str, ...]:
-    """FSDP units: the layers that a Hugging Face model says must not be split, and the list items that hold planned layers."""
+    """FSDP units: layers that a Hugging Face model says must not be split, and list items that hold planned layers."""
     wanted: set[str] = set()
     for prefix, model in models.items():
         classes = set(getattr(model, "_no_split_modules", None) or ())

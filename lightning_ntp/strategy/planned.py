@@ -28,7 +28,7 @@ FSDP_ONLY = "tensor_parallel_size=1 trains it with FSDP alone"
 """The way out of every refusal here."""
 
 GATHERED = "colwise_gather_output"
-"""Hugging Face's word for a column layer whose whole output is needed: a head, a packed projection, or a norm across heads."""
+"""Hugging Face's word for a column layer whose whole output is needed: a head, packed projections, norms across heads."""
 
 _HARMLESS_PATCHES = ("liger_kernel.transformers.swiglu", "liger_kernel.transformers.geglu")
 """Replaced forwards that still call the linear layers they own."""
@@ -84,7 +84,7 @@ def refusal(fqn: str, module: nn.Module, word: str, why: str, todo: str = "") ->
 def require_stock_class(one: Planned) -> None:
     """Refuses layers whose forward we would replace without knowing what it does.
 
-    A subclass (LoRA, quantised, scaled, fused) may do more than the class it comes from, so that only the exact classes pass.
+    A subclass (LoRA, quantised, scaled, fused) may do more than the class it comes from, so exact classes only.
     """
     classes = _CLASSES.get(one.style)
     if classes is None:
@@ -93,8 +93,8 @@ def require_stock_class(one: Planned) -> None:
     if cls not in classes:
         wanted = " or ".join(known.__name__ for known in classes)
         raise one.refused(
-            f"{cls.__module__}.{cls.__qualname__} is no layer that we can cut; only {wanted} itself is supported, not patched, "
-            "quantised or extended",
+            f"{cls.__module__}.{cls.__qualname__} is no layer that we can cut; only {wanted} itself is supported, "
+            "not patched, quantised or extended",
             "Load the model without the patch",
         )
     require_own_forward(one.fqn, one.module, one.word)
@@ -103,7 +103,7 @@ def require_stock_class(one: Planned) -> None:
 
 
 def require_own_forward(fqn: str, module: nn.Module, word: str) -> None:
-    """Refuses a module whose ``forward`` was replaced, on the instance or on its class, by code that may read weights itself."""
+    """Refuses a module whose ``forward`` was replaced, on the instance or its class, by code that may read weights."""
     patched = vars(module).get("forward")
     forward = inspect.unwrap(patched if patched is not None else type(module).forward)
     source = str(getattr(forward, "__module__", forward))
@@ -113,8 +113,8 @@ def require_own_forward(fqn: str, module: nn.Module, word: str) -> None:
         fqn,
         module,
         word,
-        f"its forward was replaced by {source}.{getattr(forward, '__qualname__', 'a callable')}, which may read weights that are "
-        "cut over roles",
+        f"its forward was replaced by {source}.{getattr(forward, '__qualname__', 'a callable')}, which may read "
+        "weights that are cut over roles",
         "Load the model without that patch (for Liger: only rms_norm, rope and swiglu; for accelerate: no device_map)",
     )
 

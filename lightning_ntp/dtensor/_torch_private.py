@@ -27,6 +27,8 @@ __all__ = [
 Propagate = Callable[[OpSchema], OutputSharding]
 
 _propagator = DTensor._op_dispatcher.sharding_propagator
+OpOverload = torch._ops.OpOverload
+"""Type of one operator overload, for annotations; public nowhere."""
 
 
 def hook_propagation(rule: Callable[[OpSchema, Propagate], OutputSharding]) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_ntp.dtensor._torch_private import (
     DTensorSpec,
+    OpOverload,
     OpSchema,
     OutputSharding,
     Propagate,
@@ -46,13 +47,13 @@ FOREACH = frozenset(f"_foreach_{name}{suffix}" for name in _FOREACH_NAMES for su
 FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
 
 
-def base_name(operator: torch._ops.OpOverload) -> str:
+def base_name(operator: OpOverload) -> str:
     """``add`` of ``aten::add.Tensor``; "" outside aten, so that a foreign operator of the same name is not mistaken for it."""
     namespace, _, name = operator.name().partition("::")
     return name.split(".")[0] if namespace == "aten" else ""
 
 
-def refuse(operator: torch._ops.OpOverload, specs: Sequence[DTensorSpec], why: str) -> NoReturn:
+def refuse(operator: OpOverload, specs: Sequence[DTensorSpec], why: str) -> NoReturn:
     """Raises `UnsupportedOpError` for an operator that would need a rule that we do not have.
 
     A `NotImplementedError` passes through DTensor's dispatch as it is, and lets it take composite operators apart first.
@@ -75,7 +76,7 @@ def propagate(schema: OpSchema, stock: Propagate) -> OutputSharding:
     return rule(schema, specs)
 
 
-def rule_of(operator: torch._ops.OpOverload) -> Rule | None:
+def rule_of(operator: OpOverload) -> Rule | None:
     """The rule of an operator, or None. Random operators have none: equal elements would differ between the roles."""
     name = base_name(operator)
     if name in FOREACH or name in FUSED:
@@ -104,7 +105,7 @@ def is_scalar(spec: DTensorSpec) -> bool:
 
 
 def align(
-    operator: torch._ops.OpOverload, specs: Sequence[DTensorSpec], shape: torch.Size
+    operator: OpOverload, specs: Sequence[DTensorSpec], shape: torch.Size
 ) -> tuple[DTensorSpec, list[DTensorSpec]]:
     """The spec of an elementwise result of `shape`, and those that the operands must have for it.
 
@@ -119,7 +120,7 @@ def align(
     return DTensorSpec(lead.mesh, placements), operands
 
 
-def _common(operator: torch._ops.OpOverload, specs: Sequence[DTensorSpec], shape: torch.Size, axis: int) -> Placement:
+def _common(operator: OpOverload, specs: Sequence[DTensorSpec], shape: torch.Size, axis: int) -> Placement:
     """The one cut along a mesh axis that all operands agree on, in the dims of the result."""
     found: Placement | None = None
     for spec in specs:

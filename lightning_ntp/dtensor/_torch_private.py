@@ -6,29 +6,46 @@ DTensor has no public way to give a new placement its rules. What we hook, once,
 |---|---|
 | `DTensorSpec`, `TensorMeta`, `OpSchema`, `OutputSharding` | the values in which DTensor asks for and takes a sharding rule |
 | `ShardingPropagator.propagate_op_sharding(_non_cached)` | where a rule is looked up. Successful answers are cached (here, and in a C++ cache keyed by the operator, the specs and the static arguments), errors never are |
+| `redistribute_local_tensor` | what `DTensor.redistribute`, `full_tensor`, their backward and implicit cuts of operands call; it would relabel an `UnevenShard` without moving anything |
+| `_api.compute_global_tensor_info` | `from_local` and the backward of `to_local` ask it for the logical shape and stride; it raises for a placement it does not know |
+| `_utils._compute_local_shape_and_global_offset` | would answer with the whole shape, from which DCP writes wrong chunks |
+| `_c10d_functional` | the collectives that eager code and compiled graphs share |
 | `RuntimeSchemaInfo`, `op_to_schema_info` | which plain arguments belong to that key: an operator unknown to DTensor has none, and its rule would be reused for other arguments |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed.tensor._api
+import torch.distributed.tensor._dispatch
+import torch.distributed.tensor._redistribute
+import torch.distributed.tensor._utils
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 __all__ = [
-    "DTensorSpec", "OpSchema", "OutputSharding", "Propagate", "TensorMeta", "hook_propagation", "output_meta", "static_arguments",
+    "DTensorSpec", "OpOverload", "OpSchema", "OutputSharding", "Propagate", "Redistribute", "TensorMeta", "functional", "hook_global_info",
+    "hook_local_shape", "hook_propagation", "hook_redistribute", "output_meta", "static_arguments",
 ]  # fmt: skip
+
+OpOverload = torch._ops.OpOverload
+"""Type of one operator overload, for annotations; public nowhere."""
 
 Propagate = Callable[[OpSchema], OutputSharding]
 
+Redistribute = Callable[..., torch.Tensor]
+GlobalInfo = Callable[[torch.Tensor, DeviceMesh, Sequence[Any]], tuple[Sequence[int], Sequence[int]]]
+
+functional = torch.ops._c10d_functional
+
 _propagator = DTensor._op_dispatcher.sharding_propagator
-OpOverload = torch._ops.OpOverload
-"""Type of one operator overload, for annotations; public nowhere."""
 
 
 def hook_propagation(rule: Callable[[OpSchema, Propagate], OutputSharding]) -> None:
@@ -47,9 +64,59 @@ def output_meta(schema: OpSchema) -> Any:
     return _propagator._propagate_tensor_meta_non_cached(schema)
 
 
-def static_arguments(operators: dict[torch._ops.OpOverload, int]) -> None:
+def static_arguments(operators: dict[OpOverload, int]) -> None:
     """Put the plain arguments from the given position on into the cache key of operators that DTensor has no entry for."""
     single = getattr(_propagator, "op_to_schema_info_for_single_dim_strategy", {})
     for operator, first in operators.items():
         if operator not in single:
             _propagator.op_to_schema_info.setdefault(operator, RuntimeSchemaInfo(first))
+
+
+def hook_redistribute(
+    move: Callable[[Redistribute, torch.Tensor, DTensorSpec, DTensorSpec, dict[str, Any]], torch.Tensor],
+) -> None:
+    """From now on DTensor moves local tensors by ``move(stock, local, source, target, options)``."""
+    home = torch.distributed.tensor._redistribute
+    stock = _existing(home, "redistribute_local_tensor")
+
+    def hooked(
+        local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
+    ) -> torch.Tensor:
+        return move(stock, local, current_spec, target_spec, options)
+
+    for module in (home, torch.distributed.tensor._dispatch, torch.distributed.tensor._api):
+        _existing(module, "redistribute_local_tensor")
+        module.redistribute_local_tensor = hooked  # type: ignore[attr-defined]
+
+
+def hook_global_info(info: Callable[[GlobalInfo, torch.Tensor, DeviceMesh, Sequence[Any]], Any]) -> None:
+    """From now on DTensor infers logical shapes and strides by ``info(stock, local, mesh, placements)``."""
+    home = torch.distributed.tensor._api
+    stock = _existing(home, "compute_global_tensor_info")
+
+    def hooked(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> Any:
+        return info(stock, tensor, mesh, placements)
+
+    home.compute_global_tensor_info = hooked
+
+
+def hook_local_shape(check: Callable[[Sequence[Any]], None]) -> None:
+    """From now on ``check(placements)`` runs before DTensor computes a chunk's shape and offset."""
+    home = torch.distributed.tensor._utils
+    stock = _existing(home, "_compute_local_shape_and_global_offset")
+
+    def hooked(
+        global_shape: Any, mesh_shape: Any, my_coordinate: Any, placements: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        check(placements)
+        return stock(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
+
+    home._compute_local_shape_and_global_offset = hooked
+
+
+def _existing(module: ModuleType, name: str) -> Any:
+    if not hasattr(module, name):
+        raise ImportError(
+            f"torch {torch.__version__} has no {module.__name__}.{name}, which UnevenShard hooks; use torch 2.13"
+        )
+    return getattr(module, name)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from lightning_ntp.dtensor._torch_private import functional
+
 
 def sum_in_place(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Sum a tensor of one shape over a group, in place. Collective over `group`; free for a group of one."""
@@ -85,3 +87,29 @@ def reduce_from_roles(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor
     Collective over the tp axis in forward.
     """
     return _ReduceFromRoles.apply(tensor, group) if group.size() > 1 else tensor
+
+
+def gather_stacked(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Equal tensors of all peers, one after the other along dim 0. Collective over `group`; traceable."""
+    if group.size() == 1:
+        return tensor
+    stacked = functional.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
+    return functional.wait_tensor(stacked)
+
+
+def exchange_rows(
+    send: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], group: ProcessGroup
+) -> torch.Tensor:
+    """As `exchange_uneven` for rows of any width: send ``sum(send_sizes)`` rows, get ``sum(receive_sizes)``. Traceable.
+
+    Collective over `group`.
+    """
+    received = functional.all_to_all_single(send.contiguous(), list(receive_sizes), list(send_sizes), group.group_name)
+    return functional.wait_tensor(received)
+
+
+def reduce_over(tensor: torch.Tensor, operation: str, group: ProcessGroup) -> torch.Tensor:
+    """A reduced copy; `operation` is "sum", "max" or "min". Collective over `group`; traceable."""
+    if group.size() == 1:
+        return tensor
+    return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), operation, group.group_name))

@@ -126,6 +126,7 @@ class WorkerPool:
     def _collect(self, workers: list[Worker], name: str, timeout: float, deaths: Collection[int]) -> list[Any]:
         results: dict[int, Any] = {}
         first_error: BaseException | None = None
+        first_at = float("inf")
         deadline = time.monotonic() + timeout
         pending = dict(enumerate(workers))
         while pending:
@@ -136,7 +137,7 @@ class WorkerPool:
             for rank in {by_handle[handle] for handle in ready}:
                 worker = pending.pop(rank)
                 try:
-                    results[rank], error = pickle.loads(worker.pipe.recv_bytes())
+                    results[rank], error, raised_at = pickle.loads(worker.pipe.recv_bytes())
                 except (EOFError, OSError):
                     worker.process.join(GRACE_SECONDS)
                     if rank in deaths:
@@ -146,8 +147,8 @@ class WorkerPool:
                     raise PoolError(
                         f"{name}: rank {rank} of {len(workers)} died with exit code {worker.process.exitcode}"
                     ) from first_error
-                if error is not None and first_error is None:
-                    first_error = error
+                if error is not None and raised_at < first_at:  # peers fail in its wake, and may report sooner
+                    first_error, first_at = error, raised_at
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if pending:
             stacks = "" if first_error else "".join(f"\n--- rank {r}\n{w.stack()}" for r, w in pending.items())
@@ -205,12 +206,12 @@ def _serve(pipe: Connection, parent_pid: int, store_port: int, stack_file: str) 
 
 
 def _answer(message: bytes, store: Any) -> bytes:
-    """Runs one case; the pickled pair (result, exception or None)."""
+    """Runs one case; the pickled triple (result, exception or None, when it was raised)."""
     rank, where = "?", ""
     try:
         case: Case = pickle.loads(message)
         rank, where = str(case.rank), f" of {case.world}"
-        return pickle.dumps((_run_case(case, store), None))
+        return pickle.dumps((_run_case(case, store), None, 0.0))
     except BaseException as error:  # noqa: BLE001  the worker serves the next case; the error is raised in the test
         note = f"raised by rank {rank}{where}:\n{traceback.format_exc()}"
         return _pickled_error(error, note)
@@ -225,7 +226,7 @@ def _pickled_error(error: BaseException, note: str) -> bytes:
     except Exception:  # noqa: BLE001  whatever a foreign exception's __reduce__ does, the test must get its words
         copy = RuntimeError(f"{type(error).__name__}: {error}")
     copy.add_note(note)
-    return pickle.dumps((None, copy))
+    return pickle.dumps((None, copy, getattr(error, "raised_at", time.monotonic())))
 
 
 def _run_case(case: Case, store: Any) -> Any:
@@ -242,6 +243,9 @@ def _run_case(case: Case, store: Any) -> Any:
     )
     try:
         return case.fn(case.rank, case.world, *case.args)
+    except BaseException as error:
+        error.raised_at = time.monotonic()  # type: ignore[attr-defined]  before peers see our groups close
+        raise
     finally:
         _tidy()
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from hypothesis import given
+from hypothesis import given, settings
 
 from lightning_ntp.sync_plan import plan_sync
 from lightning_ntp.topology import Topology
@@ -47,6 +47,7 @@ def logical(spec, at):
     return [(r, c) for r in rows for c in columns]
 
 
+@settings(max_examples=30)
 @given(topologies())
 def test_the_sync_is_the_sum_over_replicas_at_every_holder(topology):
     specs = specs_for(topology)
@@ -71,6 +72,7 @@ def test_the_sync_is_the_sum_over_replicas_at_every_holder(topology):
                 assert after[worker][view.offset + offset] == wanted[spec.fqn, element], (worker, spec.fqn, element)
 
 
+@settings(max_examples=30)
 @given(topologies())
 def test_workers_agree_on_sizes_and_on_who_exchanges(topology):
     specs = specs_for(topology)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -75,12 +74,19 @@ class CutModule(nn.Module):
     """Base of all swapped classes."""
 
     cut: CutState
+    original_class: ClassVar[type[nn.Module]]
 
 
-@functools.cache
+_swapped: dict[tuple[type, type], type[nn.Module]] = {}
+
+
 def swapped_class(behaviour: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """`original` with the forward of `behaviour`; still an instance of `original` for everybody who asks."""
-    return type(f"{behaviour.__name__}{original.__name__}", (behaviour, original), {"original_class": original})
+    key = (behaviour, original)
+    if key not in _swapped:
+        name = f"{behaviour.__name__}{original.__name__}"
+        _swapped[key] = type(name, (behaviour, original), {"original_class": original})
+    return _swapped[key]
 
 
 def become(module: nn.Module, behaviour: type[nn.Module], mesh: DeviceMesh, role: int) -> CutState:
@@ -102,7 +108,7 @@ def restore_module(module: nn.Module) -> None:
         handle.remove()
     object.__delattr__(module, "cut")
     # FSDP puts a class of its own in front; the one of `swapped_class` is further down.
-    module.__class__ = module.original_class
+    module.__class__ = module.original_class  # type: ignore[assignment]
 
 
 def set_local(module: nn.Module, state: CutState, name: str, value: Any) -> None:

@@ -148,7 +148,8 @@ class ShardLayout:
         """`size` granules in contiguous runs over `num_roles` roles; the first roles get the remainder."""
         share, extra = divmod(size, num_roles)
         cuts = [role * share + min(role, extra) for role in range(num_roles + 1)]
-        return cls.from_indices(size, {role: range(cuts[role], cuts[role + 1]) for role in range(num_roles)})
+        # spans directly: index by index a vocabulary would cost half a second
+        return cls(size, tuple((role, (Span(a, b),) if a < b else ()) for role, (a, b) in enumerate(pairwise(cuts))))
 
     @classmethod
     def concat(cls, parts: Sequence[ShardLayout]) -> ShardLayout:

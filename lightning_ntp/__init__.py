@@ -1,1 +1,61 @@
-"""Nonuniform tensor parallelism for PyTorch Lightning: replicas of unequal tensor-parallel degree train one model exactly."""
+"""Nonuniform tensor parallelism for PyTorch Lightning: replicas of unequal tensor-parallel degree train one model exactly.
+
+import lightning as L, lightning_ntp        # registers strategy="ntp", also for pytorch_lightning
+
+L.Trainer(strategy="ntp", devices=8).fit(module, data)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lightning_ntp.errors import (
+    ConfigError,
+    NTPError,
+    PlanMismatchError,
+    RankLostError,
+    UnrecoverableError,
+    UnsupportedModelError,
+)
+from lightning_ntp.layout import ShardLayout
+from lightning_ntp.reshard import plan_reshard
+from lightning_ntp.strategy.registration import register
+from lightning_ntp.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning_ntp.dtensor.placement import UnevenShard
+    from lightning_ntp.strategy.config import RecoveryConfig
+    from lightning_ntp.strategy.strategy import NTPStrategyLogic as NTPStrategy
+
+_HOMES = {"UnevenShard": "dtensor.placement", "RecoveryConfig": "strategy.config"}
+"""Public names that need torch, and where they live: imported when first asked for, as torch takes seconds."""
+
+__all__ = [
+    "ConfigError",
+    "NTPError",
+    "NTPStrategy",
+    "PlanMismatchError",
+    "RankLostError",
+    "RecoveryConfig",
+    "ShardLayout",
+    "Topology",
+    "UnevenShard",
+    "UnrecoverableError",
+    "UnsupportedModelError",
+    "plan_reshard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NTPStrategy":
+        strategy = importlib.import_module("lightning_ntp.strategy.strategy")
+        only_old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+        return strategy.strategy_class("pytorch_lightning" if only_old else "lightning.pytorch")
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"lightning_ntp.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register()

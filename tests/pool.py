@@ -37,6 +37,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "lightning.pytorch",
     "tests.pool",
 )
 """Modules that the fork server imports once for all workers."""

@@ -35,7 +35,7 @@ EDGES = {"simulator.py": {"numpy"}, "cli.py": {"typer", "rich", "matplotlib"}, "
 """Core files with a wider reach: third parties by name, and upper layers inside functions."""
 
 PRIVATE_HOME = "_torch_private.py"
-COLLECTIVE_HOMES = {"dtensor/collectives.py", "strategy/state.py"}
+COLLECTIVE_HOMES = {"dtensor/collectives.py", "strategy/state.py", "strategy/control.py"}
 CONTROL_HOMES = COLLECTIVE_HOMES | {"strategy/groups.py", "dtensor/checkpoint.py"}
 """Where barriers and objects may be exchanged as well; tensors move in COLLECTIVE_HOMES only."""
 

@@ -1,0 +1,75 @@
+"""Private names of Lightning that `strategy` needs, each with its reason. Tried on 2.6.6; tests/test_strategy.py is the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def results_of(trainer: Any) -> Any:
+    """The metrics that ``self.log`` fills in the loop that is running; None outside of loops.
+
+    There is no public way to say that a logged value belongs to a micro-batch of another size, or to none at all.
+    """
+    return trainer._results
+
+
+def keep_samplers(trainer: Any) -> None:
+    """Without this Lightning puts its DistributedSampler in place of the user's sampler, whose order is then lost."""
+    trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def ends_window(trainer: Any) -> bool:
+    """Whether the loop batch that is running is the last one of an optimizer step."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def is_last_of_epoch(trainer: Any) -> bool:
+    """Whether the loop batch that is running is the last one of the epoch."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def run_after_closure(plugin: Any, module: Any, optimizer: Any) -> None:
+    """The hooks between backward and the update, with the clipping that the Trainer was asked for."""
+    plugin._after_closure(module, optimizer)
+
+
+@contextmanager
+def inside_hook(module: Any, name: str) -> Iterator[None]:
+    """Lets ``self.log`` know which hook of the module runs: needed for micro-batches that Lightning does not see."""
+    before, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+def transfer_each(module: Any, apply: Callable[[Any, Callable[[Any], Any]], Any]) -> None:
+    """Let ``on_before_batch_transfer`` see the user's batches one by one: Lightning calls it before the strategy is asked."""
+    original = type(module)._on_before_batch_transfer
+
+    def per_micro_batch(batch: Any, dataloader_idx: int = 0) -> Any:
+        return apply(batch, lambda part: original(module, part, dataloader_idx))
+
+    module._on_before_batch_transfer = per_micro_batch
+
+
+def stop_transfer_each(module: Any) -> None:
+    """Undo `transfer_each`, which leaves something on the module that does not pickle."""
+    module.__dict__.pop("_on_before_batch_transfer", None)
+
+
+def metric_cache(metric: Any) -> Any:
+    """The on-step value of a logged metric."""
+    return metric._forward_cache
+
+
+def set_metric_cache(metric: Any, value: Any) -> None:
+    """Replace the on-step value of a logged metric."""
+    metric._forward_cache = value
+
+
+def metric_defaults(metric: Any) -> dict[str, Any]:
+    """The states of a torchmetrics metric as they were before any update."""
+    return metric._defaults

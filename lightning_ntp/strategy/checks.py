@@ -1,0 +1,94 @@
+"""What cannot work is refused at the start, on every worker, before one of them waits for another."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lightning_ntp.errors import ConfigError, UnsupportedModelError
+from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER
+
+PER_TENSOR_OPTIMIZERS = frozenset(
+    {
+        "Adafactor",
+        "Adagrad8bit",
+        "DistributedShampoo",
+        "LAMB",
+        "Lamb",
+        "LARS",
+        "Lars",
+        "Muon",
+        "NovoGrad",
+        "SOAP",
+        "Shampoo",
+    }
+)
+"""Optimizers whose update of one element depends on the whole tensor (norms, factored moments, matrix roots)."""
+
+CLOSURE_OPTIMIZERS = frozenset({"LBFGS", "SAM", "ASAM", "ESAM"})
+"""Optimizers that call their closure again."""
+
+
+def check_options(unknown: Iterable[str], known: Iterable[str]) -> None:
+    """ConfigError that names an unknown option of the strategy and the nearest known one."""
+    known = list(known)
+    for name in unknown:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"NTPStrategy has no option {name!r}{hint} Its options are {', '.join(known)}")
+
+
+def check_precision(precision: object) -> None:
+    """ConfigError unless the Trainer's precision is one that the strategy runs."""
+    if precision not in STATE_BYTES_PER_PARAMETER:
+        known = ", ".join(f'"{name}"' for name in STATE_BYTES_PER_PARAMETER)
+        raise ConfigError(
+            f'strategy "ntp" does not support precision={precision!r}; use one of {known} '
+            '("bf16-mixed" keeps float32 weights and sums gradients in float32)'
+        )
+
+
+def check_trainer(trainer: Any, module: Any) -> None:
+    """ConfigError for loops that the strategy cannot run."""
+    if not module.automatic_optimization:
+        raise ConfigError(
+            f'{type(module).__name__} sets automatic_optimization=False; strategy "ntp" runs the optimizer step itself, as a step '
+            "must be whole on all replicas or on none; use automatic optimization with one optimizer"
+        )
+    if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+        raise UnsupportedModelError(
+            "SyncBatchNorm needs equally many micro-batches everywhere, and ragged replicas run different numbers of them; "
+            "use layer or group norms"
+        )
+
+
+def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: torch.nn.Module) -> None:
+    """Refuses optimizers that are wrong on cells of a parameter.
+
+    An optimizer that is elementwise in spite of its name may say so: ``optimizer.ntp_elementwise = True``.
+
+    Raises:
+        ConfigError: a closure optimizer, one with per-tensor norms, or a fused one over several kinds of device.
+    """
+    for optimizer in optimizers:
+        names = {cls.__name__ for cls in type(optimizer).__mro__}
+        if names & CLOSURE_OPTIMIZERS:
+            raise ConfigError(
+                f"{type(optimizer).__name__} calls its closure again, which would sync gradients twice in one step; "
+                "use an optimizer that steps once, such as AdamW"
+            )
+        if names & PER_TENSOR_OPTIMIZERS and not getattr(optimizer, "ntp_elementwise", False):
+            raise ConfigError(
+                f"{type(optimizer).__name__} looks at whole tensors, and each worker holds cells of them; use an elementwise "
+                "optimizer such as AdamW or SGD, or set optimizer.ntp_elementwise = True if yours is one"
+            )
+        for group in optimizer.param_groups:
+            devices = sorted({parameter.device.type for parameter in group["params"]})
+            if group.get("fused") and len(devices) > 1:
+                raise ConfigError(
+                    f"{type(optimizer).__name__}(fused=True) has parameters on {' and '.join(devices)}; move them to one kind of "
+                    "device or leave fused out"
+                )

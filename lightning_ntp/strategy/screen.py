@@ -1,0 +1,119 @@
+"""The screen before step 1: what runs where, what it takes, and what it survives."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import platform
+import socket
+from collections import Counter
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER, ShapeChoice
+from lightning_ntp.strategy.control import gather_everyone
+from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.topology import Topology
+
+WIDTH = 110
+
+
+def first_screen(sharded: ShardedModel, choice: ShapeChoice, strategy: Any, module: torch.nn.Module) -> None:
+    """Say it through Lightning's logger on the leader. Collective over all processes."""
+    hosts = Counter(gather_everyone(socket.gethostname()))
+    if not strategy.is_global_zero:
+        return
+    precision = strategy.precision_plugin.precision
+    rows = [
+        ("layout", layout(sharded.groups.topology)),
+        ("why", choice.reason),
+        ("hosts", ", ".join(f"{host} x{count}" for host, count in hosts.items())),
+        ("device", device_name(strategy.root_device)),
+        ("state per worker", state_per_worker(sharded, precision)),
+        ("batches", batches(sharded.groups.topology, module)),
+        ("precision", precision),
+        ("attention", attention(module)),
+        ("versions", ", ".join(f"{n} {version(n)}" for n in ("torch", "lightning", "transformers"))),
+        ("survives", survives(sharded.groups.topology, strategy.config.recovery.enabled)),
+    ]
+    if choice.alternatives:
+        rows.insert(2, ("other layouts", ", ".join(choice.alternatives)))
+    if strategy.root_device.type == "cpu":
+        rows.append(("note", "CPU and gloo: for trying things out; figures are CPU figures"))
+    info = importlib.import_module(f"{strategy.framework}.utilities.rank_zero").rank_zero_info
+    info(render(rows))
+
+
+def render(rows: list[tuple[str, str]]) -> str:
+    """A two-column table as text."""
+    table = Table(show_header=False, title="lightning_ntp", title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+    console.print(table)
+    return "\n" + console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def layout(topology: Topology) -> str:
+    """``2 replicas (fsdp x tp): 1x3, 1x2; roles lost first 2, 1``."""
+    shapes = ", ".join(f"{replica.fsdp_size}x{replica.degree}" for replica in topology.replicas)
+    text = f"{len(topology.replicas)} replica(s) of fsdp x tp: {shapes}; {len(topology.data_rows)} data row(s)"
+    lacking = [str(i) for i, replica in enumerate(topology.replicas) if replica.degree < topology.num_roles]
+    return f"{text}; replica {', '.join(lacking)} below {topology.num_roles} roles" if lacking else text
+
+
+def state_bytes(sharded: ShardedModel, topology: Topology, precision: str) -> int:
+    """Parameters, gradients and Adam moments of the fullest worker under a topology. Local."""
+    each = STATE_BYTES_PER_PARAMETER[precision]
+    return each * max(
+        sum(spec.cell(topology.coordinates(worker)).numel for spec in sharded.plan.params)
+        for worker in topology.workers
+    )
+
+
+def state_per_worker(sharded: ShardedModel, precision: str) -> str:
+    """Now, and after the loss of the last worker, where the topology allows it."""
+    topology = sharded.groups.topology
+    now = f"{_size(state_bytes(sharded, topology, precision))} of parameters, gradients and optimizer state"
+    try:
+        after = topology.without(topology.workers[-1])
+    except ConfigError:
+        return now
+    return f"{now}; after a loss {_size(state_bytes(sharded, after, precision))}"
+
+
+def batches(topology: Topology, module: Any) -> str:
+    """Data rows and accumulation; the loader's batch size is not known yet."""
+    accumulate = module.trainer.accumulate_grad_batches
+    rows = len(topology.data_rows)
+    return f"global batch = batch_size x {rows} data row(s) x {accumulate} accumulated; micro-batches of at most batch_size"
+
+
+def attention(module: torch.nn.Module) -> str:
+    """The attention kernels of the Hugging Face models inside."""
+    configs = (getattr(part, "config", None) for part in module.modules())
+    kernels = {getattr(config, "_attn_implementation", None) for config in configs} - {None}
+    return ", ".join(sorted(map(str, kernels))) or "no Hugging Face model"
+
+
+def device_name(device: torch.device) -> str:
+    """``NVIDIA H100`` or the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+
+
+def survives(topology: Topology, recovery: bool) -> str:
+    """Which losses leave a job that can go on."""
+    if not recovery:
+        return "nothing: recovery is off, the first failure ends the job"
+    if len(topology.replicas) == 1:
+        return "a loss only where its state has another holder; two replicas survive any single loss"
+    return "the loss of any one worker"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,0 +1,165 @@
+"""One optimizer step as a transaction: every micro-batch of its window, one exchange, one division, then the update.
+
+    optimizer_step (once per loop batch)
+      micro-batch 0   Lightning's closure: training_step, zero_grad, backward
+      micro-batch i   the same without zero_grad
+      ... loop batches up to the end of the window; only its last micro-batch exchanges gradients
+      global count -> divide once -> hooks, clipping -> optimizer.step, local
+
+Losses are scaled by their own count over a constant; the sum over all workers divided by (global count / constant) is the mean
+over the window, whatever the shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy._lightning_private import inside_hook, results_of
+from lightning_ntp.strategy.control import ControlPlane
+from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.strategy.sampler import reseed
+from lightning_ntp.strategy.step_log import StepLog, leaves_no_trace
+
+
+@dataclass(frozen=True, slots=True)
+class LoopBatch:
+    """One data row's part of a loop batch, on the device.
+
+    Args:
+        batches: micro-batches in the user's shape.
+        weights: of each in the mean; 0 for a ghost.
+        ghosts: whether each is a ghost: a real micro-batch may count nothing as well.
+    """
+
+    batches: tuple[Any, ...]
+    weights: tuple[float, ...]
+    ghosts: tuple[bool, ...]
+
+    def alone(self, index: int, module: torch.nn.Module) -> AbstractContextManager[None]:
+        """A context that hides the traces of a ghost."""
+        return leaves_no_trace(module) if self.ghosts[index] else nullcontext()
+
+
+@dataclass
+class WindowState:
+    """What has run of the current optimizer step.
+
+    Args:
+        constant: loss scale common to all workers: samples of a nominal window.
+    """
+
+    constant: float
+    count: float = 0.0
+    num_micro_batches: int = 0
+
+
+class StepRunner:
+    """Runs windows for one strategy.
+
+    Args:
+        sharded: the model.
+        control: messages between workers.
+        seed: the leader's.
+    """
+
+    def __init__(self, sharded: ShardedModel, control: ControlPlane, seed: int) -> None:
+        self.sharded, self.control, self.seed = sharded, control, seed
+        self.window: WindowState | None = None
+        self.loss_scale = 1.0
+        self.in_training_step = False
+
+    def begin(self, constant: float) -> None:
+        """Open a window unless one is open."""
+        if self.window is None:
+            self.window = WindowState(constant)
+            self.sharded.begin_window()
+
+    def run(
+        self,
+        trainer: Any,
+        module: Any,
+        batch: LoopBatch,
+        ends_window: bool,
+        closure: Callable[[], Any],
+        again: Callable[[Any], Any],
+    ) -> Any:
+        """All micro-batches of one loop batch; returns the loss that Lightning reports.
+
+        Args:
+            closure: Lightning's, for the first micro-batch.
+            again: training_step of another micro-batch; its output, scaled and run backward here.
+        """
+        window = self.window
+        if window is None:
+            raise RuntimeError("a loop batch outside of a window")
+        log = StepLog(results_of(trainer))
+        losses: list[torch.Tensor] = []
+        reported: Any = None
+        for index, (micro, weight) in enumerate(zip(batch.batches, batch.weights, strict=True)):
+            last = ends_window and index == len(batch.batches) - 1
+            self._prepare(trainer, window, weight, last)
+            self.in_training_step = True
+            try:
+                with log.micro_batch(micro, weight), batch.alone(index, module):
+                    if index == 0:
+                        reported = closure()
+                        losses.append(reported)
+                    else:
+                        losses.append(self._once_more(trainer, module, micro, again))
+            finally:
+                self.in_training_step = False
+            window.count += weight
+        log.finish(self.control)
+        _report_mean(reported, losses, batch.weights)
+        return reported
+
+    def total_count(self) -> float:
+        """The count of the whole window over all data rows. Collective over all workers with a role."""
+        if self.window is None:
+            raise RuntimeError("no window is open")
+        return float(self.control.sum_rows(torch.tensor(self.window.count, dtype=torch.float64)))
+
+    def end(self) -> WindowState:
+        """Close the window; the gradients are summed over all workers."""
+        self.sharded.finish_backward()
+        window, self.window = self.window, None
+        if window is None:
+            raise RuntimeError("no window is open")
+        return window
+
+    def _prepare(self, trainer: Any, window: WindowState, weight: float, last: bool) -> None:
+        self.sharded.set_last_micro_batch(last)
+        self.loss_scale = weight / window.constant
+        # The same on all roles of a row; derived, so that a replay draws the same.
+        reseed(self.seed, trainer.current_epoch, trainer.global_step, window.num_micro_batches, self.control.row)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(torch.initial_seed())
+        window.num_micro_batches += 1
+
+    def _once_more(self, trainer: Any, module: Any, micro: Any, again: Callable[[Any], Any]) -> torch.Tensor:
+        with inside_hook(module, "training_step"):
+            output = again(micro)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, torch.Tensor):
+            raise ConfigError(
+                f"{type(module).__name__}.training_step returned {type(output).__name__} without a loss; in a job of several "
+                "workers every micro-batch needs one"
+            )
+        normalized = loss / trainer.accumulate_grad_batches
+        with inside_hook(module, "backward"):
+            trainer.strategy.backward(normalized, None)
+        return normalized.detach()
+
+
+def _report_mean(reported: Any, losses: list[torch.Tensor], weights: tuple[float, ...]) -> None:
+    """Lightning keeps the first micro-batch's loss tensor for its hooks: make it this row's mean."""
+    counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight > 0]
+    if isinstance(reported, torch.Tensor) and len(losses) > 1 and counted:
+        mean = sum(loss * weight for loss, weight in counted) / sum(weight for _, weight in counted)
+        reported.copy_(mean)  # type: ignore[arg-type]

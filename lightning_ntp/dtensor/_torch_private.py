@@ -10,6 +10,8 @@ DTensor has no public way to give a new placement its rules. What we hook, once,
 | `_api.compute_global_tensor_info` | `from_local` and the backward of `to_local` ask it for the logical shape and stride; it raises for a placement it does not know |
 | `_utils._compute_local_shape_and_global_offset` | would answer with the whole shape, from which DCP writes wrong chunks |
 | `_c10d_functional` | the collectives that eager code and compiled graphs share |
+| `_custom_op_handlers` | operators that communicate or need the worker's own elements (norms, sums, cross-entropy) are answered here, before sharding rules; `loss_parallel` removes handlers of the same operators, so we come back after it |
+| `unwrap_to_op_info` ... `wrap` | torch's own path for such an operator on tensors that are not ours |
 | `RuntimeSchemaInfo`, `op_to_schema_info` | which plain arguments belong to that key: an operator unknown to DTensor has none, and its rule would be reused for other arguments |
 """
 
@@ -24,6 +26,7 @@ import torch.distributed.tensor._api
 import torch.distributed.tensor._dispatch
 import torch.distributed.tensor._redistribute
 import torch.distributed.tensor._utils
+import torch.distributed.tensor.parallel.loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -31,8 +34,23 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, Runtim
 from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 __all__ = [
-    "DTensorSpec", "OpOverload", "OpSchema", "OutputSharding", "Propagate", "Redistribute", "TensorMeta", "functional", "hook_global_info",
-    "hook_local_shape", "hook_propagation", "hook_redistribute", "output_meta", "static_arguments",
+    "DTensorSpec",
+    "OpOverload",
+    "OpSchema",
+    "OutputSharding",
+    "Propagate",
+    "Redistribute",
+    "TensorMeta",
+    "functional",
+    "hook_global_info",
+    "hook_handlers",
+    "hook_local_shape",
+    "hook_propagation",
+    "hook_redistribute",
+    "make_dtensor",
+    "output_meta",
+    "spec_of",
+    "static_arguments",
 ]  # fmt: skip
 
 OpOverload = torch._ops.OpOverload
@@ -112,6 +130,58 @@ def hook_local_shape(check: Callable[[Sequence[Any]], None]) -> None:
         return stock(global_shape, mesh_shape, my_coordinate, placements, *args, **kwargs)
 
     home._compute_local_shape_and_global_offset = hooked
+
+
+def hook_handlers(handlers: dict[OpOverload, Callable[..., Any]], ours: Callable[[Sequence[Any]], bool]) -> None:
+    """From now on these operators are answered by ``handler(operator, *args, **kwargs)`` where ``ours(args)``, else by torch."""
+    table = DTensor._op_dispatcher._custom_op_handlers
+    wrapped = {operator: _with_stock(handler, ours, table.get(operator)) for operator, handler in handlers.items()}
+    table.update(wrapped)
+    loss = torch.distributed.tensor.parallel.loss
+    leave_loss_parallel = _existing(loss, "_disable_custom_loss_ops")
+
+    def leave_and_come_back() -> None:
+        leave_loss_parallel()
+        table.update(wrapped)
+
+    loss._disable_custom_loss_ops = leave_and_come_back
+
+
+def _with_stock(
+    handler: Callable[..., Any], ours: Callable[[Sequence[Any]], bool], earlier: Callable[..., Any] | None
+) -> Any:
+    def handle(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if ours(args):
+            return handler(operator, *args, **kwargs)
+        return (earlier or _stock_call)(operator, args, kwargs)
+
+    return handle
+
+
+def _stock_call(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    _propagator.propagate(info)
+    local = dispatcher._dispatch_get_local_results_slow_path(operator, args, info)
+    return dispatcher.wrap(local, None if info.output_sharding is None else info.output_sharding.output_spec)
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements, logical shape and dtype of a DTensor."""
+    return tensor._spec
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """Its local tensor, below autograd."""
+    return tensor._local_tensor
+
+
+def make_dtensor(local: torch.Tensor, like: DTensorSpec, shape: Sequence[int], placements: tuple[Any, ...]) -> DTensor:
+    """A DTensor below autograd: the result of a handler. Its stride is dense."""
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(like.mesh, placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _existing(module: ModuleType, name: str) -> Any:

@@ -6,13 +6,19 @@ need communication or the worker's own elements are handled before DTensor sees 
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch.distributed.tensor import DTensor
+
+from lightning_ntp.dtensor import loss, reductions
 from lightning_ntp.dtensor._torch_private import (
     OpOverload,
     OpSchema,
     OutputSharding,
     Propagate,
+    hook_handlers,
     hook_propagation,
     static_arguments,
 )
@@ -34,6 +40,9 @@ _FOREACH_NAMES = (
     "tanh", "trunc", "zero",
 )  # fmt: skip
 FOREACH = frozenset(f"_foreach_{name}{suffix}" for name in _FOREACH_NAMES for suffix in ("", "_"))
+UNFIT = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output})
+"""Tags of pointwise operators that do not act on each element by itself: random ones, and `equal`."""
+
 FUSED = frozenset(f"_fused_{name}_" for name in ("adagrad", "adam", "adamw", "sgd"))
 
 
@@ -60,8 +69,7 @@ def rule_of(operator: OpOverload) -> Rule | None:
     base = name.split(".")[0]
     if base in FOREACH or base in FUSED:
         return list_rule
-    tagged = torch.Tag.pointwise in operator.tags and torch.Tag.nondeterministic_seeded not in operator.tags
-    if base in ELEMENTWISE or (name and tagged):
+    if base in ELEMENTWISE or (name and torch.Tag.pointwise in operator.tags and not UNFIT.intersection(operator.tags)):
         return elementwise_rule
     return VIEW_RULES.get(name)
 
@@ -75,3 +83,12 @@ def install() -> None:
     """Hook the rules into DTensor; done once, by the package's import."""
     static_arguments({_overload(name): STATIC_FROM for name in VIEW_RULES})
     hook_propagation(propagate)
+    hook_handlers({**reductions.HANDLERS, **loss.HANDLERS}, _has_uneven)
+
+
+def _has_uneven(arguments: Sequence[Any]) -> bool:
+    return any(
+        is_uneven(argument.placements) if isinstance(argument, DTensor) else _has_uneven(argument)
+        for argument in arguments
+        if isinstance(argument, DTensor | list | tuple)
+    )

@@ -134,6 +134,8 @@ def _replace_specs(arguments: Any, remaining: Iterator[DTensorSpec]) -> Any:
 def elementwise_rule(schema: OpSchema, specs: list[DTensorSpec]) -> OutputSharding:
     """The result is cut where the operands are; an operand that is written to must be cut that way already."""
     meta = output_meta(schema)
+    if meta is None:
+        refuse(schema.op, specs, "its result is no tensor")
     shape = meta.shape if isinstance(meta, TensorMeta) else meta[0].shape
     result, wanted = align(schema.op, specs, shape)
     writes_first = schema.is_inplace_op() and specs[0].placements != result.placements

@@ -66,7 +66,9 @@ class ShardedModel:
         return self.groups.topology.coordinates(self.groups.worker)
 
     def parameters(self) -> Iterator[tuple[ParamSpec, nn.Parameter]]:
-        """Each distinct parameter with its spec, in plan order."""
+        """Each distinct parameter with its spec, in plan order; not between a forward and its backward."""
+        for unit in self.units:
+            unit.reshard()  # a forward without backward (validation) leaves the root's whole parameters in the modules
         named = dict(self.module.named_parameters())
         for spec in self.plan.params:
             yield spec, named[spec.fqn]

@@ -315,9 +315,12 @@ def _units(
 
 
 def _list_item(name: str, modules: Mapping[str, nn.Module]) -> set[str]:
-    """The item of the outermost list that `name` is inside of, if that item is more than the layer itself."""
+    """The item of the outermost list that `name` is inside of, or the outermost part of that item that can be called."""
     parts = name.split(".")
-    for length in range(1, len(parts) - 1):
-        if isinstance(modules[".".join(parts[:length])], nn.ModuleList | nn.Sequential):
-            return {".".join(parts[: length + 1])}
+    in_list = False
+    for length in range(1, len(parts)):
+        outer = modules[".".join(parts[:length])]
+        if in_list and type(outer).forward is not nn.Module.forward:
+            return {".".join(parts[:length])}
+        in_list = in_list or isinstance(outer, nn.ModuleList | nn.Sequential)
     return set()

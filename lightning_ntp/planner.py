@@ -200,9 +200,12 @@ def plan_placement(
     naive, others = _choices(job, gone, refactor)
     timed = [(job.timed(choice), choice) for choice in naive + others]
     if not timed:
+        healthy = max(topology.replicas, key=lambda replica: len(replica.workers))
+        needed = cost.memory_bytes(healthy.degree, healthy.fsdp_size, micro_batch)
         raise UnrecoverableError(
-            f"after losing {len(gone)} workers no replica can hold the model: {cost.memory_bytes(1, 1, micro_batch) / 1e9:.0f} GB "
-            f"whole, {cost.gpu.memory_bytes / 1e9:.0f} GB a GPU; more GPUs, more fsdp or recompute=True would"
+            f"with {len(gone)} workers lost no replica can hold the model: a {healthy.fsdp_size}x{healthy.degree} replica needs "
+            f"{needed / 1e9:.0f} GB on each GPU of {cost.gpu.memory_bytes / 1e9:.0f} GB (less a tenth); larger replicas, a smaller "
+            "micro-batch or recompute=True would help"
         )
     # ties go to the earlier choice, which moves less
     (plans, step), best = min(timed, key=lambda entry: round(entry[0][1] * entry[1].hurdle, 12))
@@ -213,7 +216,14 @@ def plan_placement(
 
 
 def further_losses(
-    placement: Placement, cost: CostModel, global_batch: int, count: int, *, micro_batch: int = 1, boost: bool = False
+    placement: Placement,
+    cost: CostModel,
+    global_batch: int,
+    count: int,
+    *,
+    micro_batch: int = 1,
+    boost: bool = False,
+    refactor: bool = True,
 ) -> list[Placement]:
     """What up to `count` further losses cost, one after the other, each in the fullest replica; shorter when nothing is left."""
     found = []
@@ -224,7 +234,13 @@ def further_losses(
             break
         try:
             placement = plan_placement(
-                topology, cost, global_batch, fullest.workers[-1:], micro_batch=micro_batch, boost=boost
+                topology,
+                cost,
+                global_batch,
+                fullest.workers[-1:],
+                micro_batch=micro_batch,
+                boost=boost,
+                refactor=refactor,
             )
         except UnrecoverableError:
             break

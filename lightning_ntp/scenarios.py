@@ -10,7 +10,7 @@ from lightning_ntp import presets
 from lightning_ntp.cluster import Cluster, FailureKind, Policy
 from lightning_ntp.cost_model import CostModel
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.reliability import availability
+from lightning_ntp.reliability import availability, require_positive
 from lightning_ntp.simulator import (
     Band,
     Outcome,
@@ -231,6 +231,7 @@ def goodput_report(case: Scenario, seeds: int, costs: RecoveryCosts, batch: str 
 
 def report(name: str, seeds: int = 40, samples: int = 200, costs: RecoveryCosts | None = None) -> dict[str, Any]:
     """Everything that `ntp simulate --preset NAME --json` prints, as one JSON-ready dictionary."""
+    require_positive(seeds=seeds, samples=samples)
     case, costs = scenario(name), costs or RecoveryCosts()
     fractions = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.0035, 0.004)
     return {

@@ -31,7 +31,12 @@ THIRD_PARTY = {
         "rich", "pynvml",
     },
 }  # fmt: skip
-EDGES = {"simulator.py": {"numpy"}, "cli.py": {"typer", "rich", "matplotlib"}, "testing.py": set()}
+EDGES = {
+    "simulator.py": {"numpy"},
+    "cli.py": {"typer", "rich", "matplotlib"},
+    "plots.py": {"matplotlib"},
+    "testing.py": set(),
+}
 """Core files with a wider reach: third parties by name, and upper layers inside functions."""
 
 PRIVATE_HOME = "_torch_private.py"

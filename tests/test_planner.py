@@ -101,7 +101,7 @@ class TestShapes:
         tight = replace(COST, gpu=replace(COST.gpu, memory_bytes=COST.memory_bytes(4) / 0.9 + 1))
         placement = plan_placement(Topology.from_shapes([(1, 4), (1, 4)]), tight, 64, [5])
         assert placement.dropped_replicas == 1 and len(placement.topology.spares) == 3
-        with pytest.raises(UnrecoverableError, match="after losing 2 workers no replica can hold the model"):
+        with pytest.raises(UnrecoverableError, match="with 2 workers lost no replica can hold the model"):
             plan_placement(Topology.from_shapes([(1, 4), (1, 4)]), tight, 64, [0, 5])
 
     def test_spares_of_the_domain_fill_the_hole(self) -> None:

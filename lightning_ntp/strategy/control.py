@@ -63,6 +63,12 @@ class ControlPlane:
         """Whether some worker says yes."""
         return bool(self.extreme(torch.tensor(int(decision)), largest=True))
 
+    def all_equal(self, number: int) -> bool:
+        """Whether every worker, of whatever role, has the same 63-bit number."""
+        both = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.groups.live)
+        return int(both[0]) == -int(both[1])
+
     def gather_rows(self, value: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all data rows, in their order. Shapes may differ in size, not in the number of dims."""
         shapes = self.gather_objects(tuple(value.shape))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_ntp.errors import ConfigError
+from lightning_ntp.errors import ConfigError, PlanMismatchError
 from lightning_ntp.strategy._lightning_private import inside_hook, results_of
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.fsdp import ShardedModel
@@ -120,9 +120,21 @@ class StepRunner:
         return reported
 
     def total_count(self) -> float:
-        """The count of the whole window over all data rows. Collective over all workers with a role."""
+        """The count of the whole window over all data rows.
+
+        Raises:
+            PlanMismatchError: replicas reduced their buckets in different orders. Nothing has been updated yet.
+
+        Collective over all workers with a role.
+        """
         if self.window is None:
             raise RuntimeError("no window is open")
+        buckets = self.sharded.window
+        if not self.control.all_equal(buckets.order_digest):
+            raise PlanMismatchError(
+                f"this worker reduced the gradient buckets in the order {buckets.order}, another one in another order, so their "
+                "sums are wrong and nothing was updated. Make the model's branches run in one order on all data rows."
+            )
         return float(self.control.sum_rows(torch.tensor(self.window.count, dtype=torch.float64)))
 
     def end(self) -> WindowState:

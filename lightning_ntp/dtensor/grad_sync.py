@@ -11,7 +11,8 @@ exchange extends a digest that the strategy compares at the vote, before any upd
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_ntp.dtensor.collectives import exchange_uneven, sum_in_place
 from lightning_ntp.errors import PlanMismatchError
+from lightning_ntp.kernels.blocks import Block, Moves, PackedRuns, padded
+from lightning_ntp.kernels.pack import move_blocks, pack, unpack
+from lightning_ntp.model_spec import Piece
 from lightning_ntp.sync_plan import FlatView, Slot, SyncPiece, SyncPlan
 
 
@@ -28,7 +32,7 @@ class WindowState:
 
     Args:
         is_last_micro_batch: whether the backward that runs now ends the window and therefore exchanges.
-        sent_elements: elements this worker has sent inside its replica since `begin`.
+        sent_elements: elements this worker has sent inside its replica since `begin`, padding not counted.
     """
 
     is_last_micro_batch: bool = True
@@ -87,9 +91,7 @@ class BucketSync:
         self._replica_group = replica_group
         self._slot_groups = [slot_groups[slot] for slot in plan.slots]
         self._accumulated: torch.Tensor | None = None
-        self._slot_at = {slot: at for at, slot in enumerate(plan.slots)}
-        self._sent = tuple(tuple(piece for piece in pieces if piece.adds) for pieces in plan.outgoing)
-        self._received = tuple(tuple(piece for piece in pieces if piece.adds) for pieces in plan.incoming)
+        self._moves: BucketMoves | None = None
 
     def __call__(self, flat: torch.Tensor) -> None:
         """Replace FSDP2's reduce-scattered bucket by the sum over all replicas, in place.
@@ -132,50 +134,83 @@ class BucketSync:
         if self.plan.is_in_place:
             sum_in_place(flat, self._slot_groups[0])
             return
-        slots = [flat.new_zeros(numel) for numel in self.plan.slot_numels]
-        for piece in self.plan.local:
-            if piece.adds:
-                self._slot_part(slots, piece).add_(self._cell_part(flat, piece))
+        moves = self._moves_for(flat)
+        slots = flat.new_zeros(moves.slots_numel)
+        move_blocks(flat, slots, moves.local_adds, add=True)
         if self.plan.exchanges:
-            parts = self._move(flat, [[self._cell_part(flat, p) for p in pieces] for pieces in self._sent], self._received)
-            for piece, part in parts:
-                self._slot_part(slots, piece).add_(part)
-        for slot, group in zip(slots, self._slot_groups, strict=True):
-            sum_in_place(slot, group)
-        for piece in self.plan.local:
-            self._cell_part(flat, piece).copy_(self._slot_part(slots, piece))
+            unpack(self._move(flat, moves.sent, moves.received), moves.received, slots, add=True)
+        for offset, numel, group in zip(moves.slot_offsets, self.plan.slot_numels, self._slot_groups, strict=True):
+            sum_in_place(slots[offset : offset + numel], group)
+        move_blocks(slots, flat, moves.local_back)
         if self.plan.exchanges:
-            back = [[self._slot_part(slots, p) for p in pieces] for pieces in self.plan.incoming]
-            for piece, part in self._move(flat, back, self.plan.outgoing):
-                self._cell_part(flat, piece).copy_(part)
+            unpack(self._move(slots, moves.returned, moves.got_back), moves.got_back, flat)
 
-    def _move(
-        self, like: torch.Tensor, outgoing: Sequence[Sequence[torch.Tensor]], incoming: Sequence[Sequence[SyncPiece]]
-    ) -> list[tuple[SyncPiece, torch.Tensor]]:
-        """One coalesced exchange inside the replica; returns what arrived, per piece as a matrix."""
-        parts = [part.reshape(-1) for parts in outgoing for part in parts]
-        send = torch.cat(parts) if parts else like.new_empty(0)
-        sent = [sum(part.numel() for part in parts) for parts in outgoing]
-        expected = [sum(piece.piece.numel for piece in pieces) for pieces in incoming]
-        received = exchange_uneven(send, sent, expected, self._replica_group)
-        self.window.sent_elements += send.numel()
-        pieces = [piece for from_peer in incoming for piece in from_peer]
-        chunks = received.split([piece.piece.numel for piece in pieces]) if pieces else ()
-        return [
-            (piece, chunk.view(len(piece.piece.rows), len(piece.piece.columns)))
-            for piece, chunk in zip(pieces, chunks, strict=True)
-        ]
+    def _moves_for(self, flat: torch.Tensor) -> BucketMoves:
+        """Made at the first exchange: only then is the reduce dtype known."""
+        if self._moves is None or self._moves.sent.item_bytes != flat.element_size():
+            self._moves = BucketMoves.of(self.plan, flat.element_size())
+        return self._moves
 
-    def _cell_part(self, flat: torch.Tensor, piece: SyncPiece) -> torch.Tensor:
-        p = piece.piece
-        return _block(flat, self.plan.cells[piece.param], p.source_row, p.source_column, len(p.rows), len(p.columns))
-
-    def _slot_part(self, slots: Sequence[torch.Tensor], piece: SyncPiece) -> torch.Tensor:
-        p, at = piece.piece, self._slot_at[piece.slot]
-        view = self.plan.slot_views[at][piece.param]
-        return _block(slots[at], view, p.destination_row, p.destination_column, len(p.rows), len(p.columns))
+    def _move(self, buffer: torch.Tensor, outgoing: PackedRuns, incoming: PackedRuns) -> torch.Tensor:
+        """One coalesced exchange inside the replica; returns what arrived, packed."""
+        self.window.sent_elements += outgoing.numel
+        return exchange_uneven(pack(buffer, outgoing), outgoing.sizes, incoming.sizes, self._replica_group)
 
 
-def _block(flat: torch.Tensor, view: FlatView, row: int, column: int, rows: int, columns: int) -> torch.Tensor:
-    """A rectangle of a matrix that lies in a flat buffer, as a view of (rows, columns)."""
-    return flat.as_strided((rows, columns), (view.columns, 1), view.offset + row * view.columns + column)
+@dataclass(frozen=True)
+class BucketMoves:
+    """A `SyncPlan` as rectangles of two flat buffers: FSDP2's bucket, and all hosted slots one after another.
+
+    Args:
+        slot_offsets: where each hosted slot begins in the buffer of slots; aligned like a peer's run.
+        slots_numel: elements of that buffer.
+        local_adds: bucket -> slots of this worker's own.
+        local_back: the same slots -> bucket, with the copies that do not add.
+        sent: of the bucket, to the hosts of its pieces.
+        received: into the slots, from the workers whose pieces are hosted here.
+        returned: of the slots, back to them.
+        got_back: into the bucket, from the hosts.
+    """
+
+    slot_offsets: tuple[int, ...]
+    slots_numel: int
+    local_adds: Moves
+    local_back: Moves
+    sent: PackedRuns
+    received: PackedRuns
+    returned: PackedRuns
+    got_back: PackedRuns
+
+    @classmethod
+    def of(cls, plan: SyncPlan, item_bytes: int) -> BucketMoves:
+        """For a reduce dtype of `item_bytes`. Local."""
+        ends = list(itertools.accumulate((padded(numel, item_bytes) for numel in plan.slot_numels), initial=0))
+        offset_of = dict(zip(plan.slots, ends, strict=False))
+        views_of = dict(zip(plan.slots, plan.slot_views, strict=True))
+
+        def in_bucket(p: SyncPiece) -> Block:
+            return _block(plan.cells[p.param], 0, p.piece.source_row, p.piece.source_column, p.piece)
+
+        def in_slots(p: SyncPiece) -> Block:
+            view = views_of[p.slot][p.param]
+            return _block(view, offset_of[p.slot], p.piece.destination_row, p.piece.destination_column, p.piece)
+
+        def runs(place: Callable[[SyncPiece], Block], peers: Sequence[Sequence[SyncPiece]], all_of: bool) -> PackedRuns:
+            return PackedRuns.of(([place(p) for p in pieces if all_of or p.adds] for pieces in peers), item_bytes)
+
+        return cls(
+            slot_offsets=tuple(ends[:-1]),
+            slots_numel=ends[-1],
+            local_adds=Moves(tuple((in_bucket(p), in_slots(p)) for p in plan.local if p.adds)),
+            local_back=Moves(tuple((in_slots(p), in_bucket(p)) for p in plan.local)),
+            sent=runs(in_bucket, plan.outgoing, all_of=False),
+            received=runs(in_slots, plan.incoming, all_of=False),
+            returned=runs(in_slots, plan.incoming, all_of=True),
+            got_back=runs(in_bucket, plan.outgoing, all_of=True),
+        )
+
+
+def _block(view: FlatView, start: int, row: int, column: int, piece: Piece) -> Block:
+    """A rectangle of a matrix that lies in a flat buffer from `start` on."""
+    offset = start + view.offset + row * view.columns + column
+    return Block(offset, view.columns, len(piece.rows), len(piece.columns))

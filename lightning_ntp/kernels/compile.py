@@ -35,14 +35,16 @@ def _warn_once(reason: str) -> None:
     warnings.warn(f"{reason}: kernels run as plain torch, slower but equal", stacklevel=3)
 
 
-def compiled(reference: Callable[P, R]) -> Callable[P, R]:
+def compiled(reference: Callable[P, R], generated: Callable[P, R] | None = None) -> Callable[P, R]:
     """`reference` fused by torch.compile on GPUs; on CPUs the reference itself.
+
+    `generated` is what runs compiled where that is written differently from the reference.
 
     On CPUs compiling costs tens of seconds at start and gains little on these memory-bound kernels; ``kernel.fused`` compiles
     there too (tests and benchmarks use it). Empty tensors go to the reference: generated code for zero columns is not worth a
     recompilation.
     """
-    generated = torch.compile(reference, dynamic=True, fullgraph=True)
+    run_generated = generated or torch.compile(reference, dynamic=True, fullgraph=True)
 
     def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -52,7 +54,7 @@ def compiled(reference: Callable[P, R]) -> Callable[P, R]:
         if reason is not None:
             _warn_once(reason)
             return reference(*args, **kwargs)
-        return generated(*args, **kwargs)
+        return run_generated(*args, **kwargs)
 
     @functools.wraps(reference)
     def kernel(*args: P.args, **kwargs: P.kwargs) -> R:

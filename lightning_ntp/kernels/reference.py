@@ -4,6 +4,37 @@ from __future__ import annotations
 
 import torch
 
+from lightning_ntp.kernels.blocks import Block, Moves
+
+
+def _matrix(buffer: torch.Tensor, block: Block) -> torch.Tensor:
+    return buffer.as_strided(
+        (block.rows, block.columns), (block.stride, 1), buffer.storage_offset() + block.offset
+    )
+
+
+def move_blocks(
+    source: torch.Tensor, destination: torch.Tensor, moves: Moves, add: bool = False, scale: float = 1.0
+) -> None:
+    """Copy or add rectangles of one flat buffer into those of another, in place.
+
+    Args:
+        source: 1-D, at least ``moves.source_end`` elements.
+        destination: 1-D, at least ``moves.destination_end`` elements, no overlap with `source`.
+        moves: which rectangles.
+        add: add to what is there rather than overwrite it.
+        scale: factor of what moves. Arithmetic is in the wider of the two dtypes.
+    """
+    wide = torch.promote_types(source.dtype, destination.dtype)
+    for block, to in moves.pairs:
+        moved, target = _matrix(source, block), _matrix(destination, to)
+        if scale != 1.0:
+            moved = moved.to(wide) * scale
+        if add:
+            target.add_(moved)
+        else:
+            target.copy_(moved)
+
 
 def local_max(logits: torch.Tensor) -> torch.Tensor:
     """Largest local logit per token.

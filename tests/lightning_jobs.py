@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_ntp.strategy.checkpointing import whole_tensors
 from lightning_ntp.strategy.strategy import strategy_class
@@ -32,6 +32,12 @@ class Samples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         return {name: values[index] for name, values in self.data.items()} | {"index": torch.tensor(index)}
+
+
+def batch_of(indices: Iterable[int]) -> Sample:
+    """These samples as one collated batch."""
+    data = Samples(64)
+    return default_collate([data[index] for index in indices])
 
 
 class TinyLlama(L.LightningModule):

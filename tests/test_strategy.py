@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import RandomSampler
+from torchmetrics import MeanMetric
+from transformers import AutoModelForCausalLM
 
 from lightning_ntp.strategy.sampler import global_order
 from tests import lightning_jobs as jobs
+from tests.models import float64_norms
 
 SIZE, BATCH = 29, 4
 
@@ -72,3 +76,142 @@ def test_roles_see_the_same_samples_and_each_sample_once(pool):
     assert results[0]["seen"] == results[1]["seen"] == results[2]["seen"]
     assert results[3]["seen"] == results[4]["seen"]
     assert all(len(micro) <= BATCH for r in results for micro in r["seen"])
+
+
+class Evaluated(jobs.TinyLlama):
+    """Also feeds a torchmetrics metric and predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean_index = MeanMetric()
+        self.modes: list[bool] = []
+
+    def validation_step(self, samples: jobs.Sample, batch_idx: int) -> None:
+        super().validation_step(samples, batch_idx)
+        self.mean_index.update(samples["index"])
+        self.log("mean_index", self.mean_index, on_epoch=True)
+        self.modes.append(self.model.training)
+
+    def predict_step(self, samples: jobs.Sample, batch_idx: int) -> list[int]:
+        return samples["index"].tolist()
+
+
+def _evaluate(rank: int, world: int, sizes: Any) -> Any:
+    with jobs.as_worker(rank, world):
+        module = Evaluated()
+        trainer = jobs.trainer(jobs.ntp(replica_sizes=sizes), world)
+        metrics = trainer.validate(module, jobs.loader(9, BATCH), verbose=False)[0]
+        predicted = trainer.predict(module, jobs.loader(9, BATCH))
+        trainer.fit(module, jobs.loader(8, BATCH), jobs.loader(9, BATCH))
+        return metrics, predicted, module.modes, {k: v.item() for k, v in trainer.callback_metrics.items()}
+
+
+def test_evaluation_is_exact_with_an_uneven_tail_and_ghosts(pool):
+    results = pool.run(_evaluate, 3, [2, 1])
+    with float64_norms(), torch.no_grad():
+        module = jobs.TinyLlama()
+        wanted = module.loss(jobs.batch_of(range(9))).item()
+    for metrics, _, modes, after_fit in results:
+        assert metrics["val_epoch"] == pytest.approx(wanted, abs=1e-9)
+        assert metrics["mean_index"] == 4
+        assert after_fit["mean_index"] == 4
+        assert not any(modes)
+    rows = [results[0][1], results[2][1]]
+    assert sorted(i for row in rows for batch in row if batch is not None for i in batch) == list(range(9))
+    assert results[0][1] == results[1][1]
+
+
+def _train_and_save(rank: int, world: int, folder: str) -> Any:
+    with jobs.as_worker(rank, world):
+        module = jobs.TinyLlama()
+        saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+        stopper = EarlyStopping("val_epoch", patience=1, min_delta=100.0)
+        strategy = jobs.ntp(replica_sizes=[3, 2])
+        trainer = jobs.trainer(strategy, world, max_epochs=5, callbacks=[saver, stopper], enable_checkpointing=True)
+        trainer.fit(module, jobs.loader(SIZE, BATCH, shuffle=True), jobs.loader(5, BATCH))
+        strategy.save_pretrained(f"{folder}/pretrained")
+        strategy.barrier()
+        return trainer.current_epoch, jobs.whole_state(strategy)
+
+
+def _resume(rank: int, world: int, sizes: Any, checkpoint: str) -> Any:
+    with jobs.as_worker(rank, world):
+        module = jobs.TinyLlama()
+        torch.nn.init.zeros_(module.model.model.norm.weight)
+        strategy = jobs.ntp(replica_sizes=sizes)
+        trainer = jobs.trainer(strategy, world, max_epochs=2)
+        trainer.fit(module, jobs.loader(SIZE, BATCH, shuffle=True), ckpt_path=checkpoint)
+        return trainer.global_step, jobs.whole_state(strategy)
+
+
+def test_checkpoint_folder_resumes_under_another_topology(pool, tmp_path):
+    saved = pool.run(_train_and_save, 5, str(tmp_path))
+    assert [epochs for epochs, _ in saved] == [2] * 5, "EarlyStopping must stop all workers in the same epoch"
+    assert (tmp_path / "epoch=0.ckpt").is_dir()
+    twin = jobs.in_one_process(jobs.TinyLlama, _order(2))
+    for sizes, world in (([(2, 1), (1, 2)], 4), ([3, 2], 5)):
+        step, state = pool.run(_resume, world, sizes, str(tmp_path / "epoch=0.ckpt"))[0]
+        if len(sizes) == 2 and sizes[0] == 3:
+            assert step == 8
+            assert _worst(state, twin) < 1e-9
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
+    named = {f"model.{name}": tensor for name, tensor in loaded.named_parameters()}
+    assert named.keys() == saved[0][1].keys()
+    assert all(torch.equal(named[name], tensor) for name, tensor in saved[0][1].items())
+
+
+def _messages(rank: int, world: int) -> Any:
+    with jobs.as_worker(rank, world):
+        strategy = jobs.ntp(replica_sizes=[(1, 2), (2, 1)])
+        trainer = jobs.trainer(strategy, world)
+        trainer.validate(jobs.TinyLlama(), jobs.loader(3, 1), verbose=False)
+        row = strategy.control.row
+        return {
+            "row": row,
+            "mean": strategy.reduce(torch.tensor(float(row))).item(),
+            "int mean": strategy.reduce(torch.tensor(row + 1)).item(),
+            "sum": strategy.reduce(torch.tensor(row), reduce_op="sum").item(),
+            "max": strategy.reduce(torch.tensor(-row), reduce_op=torch.distributed.ReduceOp.MAX).item(),
+            "product": strategy.reduce(torch.tensor(row + 1), reduce_op="product").item(),
+            "gathered": strategy.all_gather(torch.tensor([row, row])).tolist(),
+            "uneven": [len(part) for part in strategy.control.gather_rows(torch.zeros(row))],
+            "broadcast": strategy.broadcast({"from": rank}, src=1),
+            "all": strategy.reduce_boolean_decision(rank != 2),
+            "any": strategy.reduce_boolean_decision(rank == 2, all=False),
+            "text": strategy.reduce("as it is"),
+        }
+
+
+def test_messages_count_each_data_row_once(pool):
+    results = pool.run(_messages, 4)
+    assert [r.pop("row") for r in results] == [0, 0, 1, 2]
+    assert all(r == results[0] for r in results)
+    wanted = {"mean": 1.0, "int mean": 2.0, "sum": 3, "max": 0, "product": 6, "uneven": [0, 1, 2], "text": "as it is"}
+    assert wanted.items() <= results[0].items()
+    assert results[0]["gathered"] == [[0, 0], [1, 1], [2, 2]]
+    assert (results[0]["broadcast"], results[0]["all"], results[0]["any"]) == ({"from": 1}, False, True)
+
+
+def _fit_precision(rank: int, world: int, precision: str) -> Any:
+    with jobs.as_worker(rank, world):
+        module = jobs.TinyLlama().float()
+        strategy = jobs.ntp(replica_sizes=[(2, 2), (1, 1)])
+        trainer = jobs.trainer(strategy, world, precision=precision, max_steps=2, gradient_clip_val=1.0)
+        trainer.fit(module, jobs.loader(SIZE, BATCH, shuffle=True))
+        dtypes = {parameter.dtype for parameter in module.parameters()}
+        return dtypes, trainer.precision, trainer.callback_metrics["train_step"].item()
+
+
+def test_precisions(pool):
+    losses = {}
+    for precision, dtype in (
+        ("32-true", torch.float32),
+        ("bf16-mixed", torch.float32),
+        ("bf16-true", torch.bfloat16),
+    ):
+        results = pool.run(_fit_precision, 5, precision)
+        assert all(r[0] == {dtype} and r[1] == precision for r in results)
+        assert len({r[2] for r in results}) == 1
+        losses[precision] = results[0][2]
+    assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.02)
+    assert losses["bf16-true"] == pytest.approx(losses["32-true"], rel=0.05)

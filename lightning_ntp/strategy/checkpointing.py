@@ -23,8 +23,15 @@ GROUPS = "ntp_param_groups"
 """Prefixes of tensor names in a checkpoint, and the key of the optimizers' param groups among its values."""
 
 
+def reshard(sharded: ShardedModel) -> None:
+    """After a forward without backward FSDP roots still show their gathered parameters, whose storage may go any time. Local."""
+    for unit in sharded.units:
+        unit.reshard()
+
+
 def model_state(sharded: ShardedModel) -> dict[str, Any]:
     """Cells of all parameters and whole persistent buffers, by name. Local."""
+    reshard(sharded)
     state: dict[str, Any] = {spec.fqn: cell_of(sharded, spec, parameter) for spec, parameter in sharded.parameters()}
     persistent = sharded.module.state_dict().keys()
     return state | {name: buffer for name, buffer in sharded.module.named_buffers() if name in persistent}
@@ -33,6 +40,7 @@ def model_state(sharded: ShardedModel) -> dict[str, Any]:
 def optimizer_state(sharded: ShardedModel, optimizer: Any) -> dict[str, Any]:
     """``{"tensors": {"parameter/state": cell or scalar}, "param_groups": [...]}``. Local."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)
+    reshard(sharded)
     names = {parameter: spec for spec, parameter in sharded.parameters()}
     tensors: dict[str, Any] = {}
     for parameter, state in optimizer.state.items():
@@ -121,6 +129,7 @@ def whole_tensors(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
     Collective over the first replica.
     """
+    reshard(sharded)
     groups, at = sharded.groups, sharded.coordinates
     if groups.topology.position(groups.worker).replica != 0:
         return

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, GPTNeoXConfig, Olmo2Config, PreTrainedModel
+from transformers.models.apertus import ApertusConfig
 from transformers.models.gemma3 import Gemma3TextConfig
 from transformers.models.gpt2 import GPT2Config
 from transformers.models.mixtral import MixtralConfig
@@ -370,6 +371,12 @@ def test_experts_are_refused_unless_kept_whole() -> None:
                 vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4
             ),
             r"self_attn.q_norm \(Olmo2RMSNorm\), style 'none': it normalises over a whole projection \(16 features\)",
+        ),
+        (
+            lambda: ApertusConfig(
+                vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4
+            ),
+            r"mlp.act_fn \(XIELUActivation\), style 'none': its alpha_p \[1\] may act on features that are cut.*\"partial\"",
         ),
         (
             lambda: Gemma3TextConfig(

@@ -101,15 +101,30 @@ def cut_feed_forward(
                 "Name the column layer before it in the plan, both inside one module",
             )
         state.linear(row, state.granules(row, row.in_features, "feed-forward columns"))
-    _refuse_vectors(parent, module, widths - {row.out_features for row in rows}, styles)
+    whole = {column.in_features for column in columns} | {row.out_features for row in rows}
+    _refuse_inner_parameters(parent, module, whole - widths, styles)
     _refuse_dropout(members, module)
 
 
-def _refuse_vectors(parent: str, module: nn.Module, widths: set[int], styles: Mapping[str, PlanStyle]) -> None:
-    """A norm or scale over the cut features would meet local features with its whole weight."""
+def _refuse_inner_parameters(parent: str, module: nn.Module, whole: set[int], styles: Mapping[str, PlanStyle]) -> None:
+    """A scale, norm or learned activation on cut features sees a part of them: its gradient would be a part, or worse.
+
+    Vectors as wide as the uncut input or output (a norm before the column layer) are fine as they are.
+    """
     for fqn, owner, name, shape in own_parameters(parent, module):
-        if fqn not in styles and len(shape) == 1 and shape[0] in widths:
-            raise refusal(fqn, owner, "none", f"its {name} acts on {shape[0]} features that are cut over roles")
+        outer = {fqn.rsplit(".", cut)[0] for cut in range(fqn.count(".") + 1)}
+        if outer & styles.keys() or len(shape) > 1 or (shape and shape[0] in whole):
+            continue
+        todo = (
+            f'If it acts on each of them alike, pass plan={{"{fqn}": "partial"}}, if it does not meet them "replicate"'
+        )
+        raise refusal(
+            fqn,
+            owner,
+            "none",
+            f"its {name} {list(shape)} may act on features that are cut over roles, and the plan does not name it",
+            todo if fqn != parent else "Move it into a submodule that the plan can name",
+        )
 
 
 def _refuse_dropout(members: Sequence[Planned], module: nn.Module) -> None:

@@ -102,6 +102,18 @@ class UnevenShard(Placement):
 
     __str__ = __repr__
 
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """An expression that makes it again, and the names in it: how torch.compile writes a constant into a graph."""
+        held = (
+            f"({role}, ({''.join(f'Span({s.start}, {s.stop}), ' for s in spans)}))" for role, spans in self.layout.spans
+        )
+        layout = f"ShardLayout({self.layout.size}, ({''.join(f'{part}, ' for part in held)}))"
+        return f"UnevenShard({self.dim}, {layout})", {
+            "UnevenShard": UnevenShard,
+            "ShardLayout": ShardLayout,
+            "Span": Span,
+        }
+
 
 def is_uneven(placements: Sequence[Placement]) -> bool:
     """Whether one of the placements is an `UnevenShard`."""

@@ -237,7 +237,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def _optimizers(rank: int, world: int) -> None:
     mesh = grid(2, 2)
     layout = ShardLayout.from_indices(7, {0: [4, 5, 6, 0, 1], 3: [2, 3]})
-    for name, make in OPTIMIZERS.items():
+    for make in OPTIMIZERS.values():
         module = Two(UnevenShard(0, layout), mesh)
         fully_shard(module, mesh=mesh["fsdp"])
         twins = [nn.Parameter(whole(7, 4, seed=3)), nn.Parameter(whole(4, seed=4))]

@@ -19,6 +19,7 @@ from transformers.models.gptj import GPTJConfig
 from transformers.models.granite import GraniteConfig
 from transformers.models.olmo import OlmoConfig
 from transformers.models.phi import PhiConfig
+from transformers.models.qwen3 import Qwen3ForSequenceClassification
 from transformers.models.starcoder2 import Starcoder2Config
 
 from lightning_ntp.strategy.fsdp import local_of, shard_model
@@ -57,13 +58,17 @@ def errors(twin: nn.Module, model: nn.Module, sharded: Any, inputs: Batch) -> di
     logits, loss = run(model, inputs)
     assert isinstance(logits, DTensor), "training logits are cut by vocabulary"
     found = {"logits": relative(logits.full_tensor(), wanted_logits), "loss": relative(loss, wanted_loss)}
-    wanted = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    return found | gradient_errors(twin, sharded)
+
+
+def gradient_errors(twin: nn.Module, sharded: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
     for spec, parameter in sharded.parameters():
-        cell, whole = spec.cell(sharded.coordinates), wanted[spec.fqn]
+        cell, whole = spec.cell(sharded.coordinates), twin.get_parameter(spec.fqn).grad
         rows = [i for span in cell.rows for i in range(span.start, span.stop)]
         columns = [i for span in cell.columns for i in range(span.start, span.stop)]
-        mine = local_of(parameter.grad).reshape(cell.shape)
-        found[spec.fqn] = relative(mine, whole.reshape(spec.matrix_shape)[rows][:, columns], whole)
+        part = whole.reshape(spec.matrix_shape)[rows][:, columns]
+        found[spec.fqn] = relative(local_of(parameter.grad).reshape(cell.shape), part, whole)
     return found
 
 
@@ -177,6 +182,40 @@ def test_other_models_with_a_plan(pool: WorkerPool, kind: str) -> None:
         assert {name: error for name, error in found.items() if error > 2e-4} == {}
 
 
+def classification_case(rank: int, world: int) -> dict[str, float]:
+    config = tiny("qwen3").config
+    config.pad_token_id, config.num_labels = 0, 3
+    twin, model = (Qwen3ForSequenceClassification(config).double() for _ in range(2))
+    randomize(twin)
+    randomize(model)
+    inputs = {"input_ids": batch(101, 3, 7)["input_ids"], "labels": torch.tensor([0, 2, 1])}
+    with float64_norms():
+        wanted_logits, wanted_loss = run(twin, inputs)
+        sharded = cut_model(model, rank, world)
+        logits, loss = run(model, inputs)
+    found = {"logits": relative(logits, wanted_logits), "loss": relative(loss, wanted_loss)}
+    return found | gradient_errors(twin, sharded)
+
+
+def test_a_classification_head_stays_whole(pool: WorkerPool) -> None:
+    for found in pool.run(classification_case, 4):
+        assert {name: error for name, error in found.items() if error > EXACT} == {}
+
+
+def generation_case(rank: int, world: int, kind: str) -> tuple[Tensor, Tensor]:
+    twin, model = tiny(kind).eval(), tiny(kind).eval()
+    cut_model(model, rank, world)
+    prompt = batch(101, 2, 5)["input_ids"]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    return model.generate(prompt, **options), twin.generate(prompt, **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "gpt2"])
+def test_generation_with_a_cache(pool: WorkerPool, kind: str) -> None:
+    for mine, wanted in pool.run(generation_case, 4, kind):
+        assert wanted.shape == (2, 13) and torch.equal(mine, wanted)
+
+
 def checkpointing_dropout_case(rank: int, world: int, kind: str, dropout: dict[str, float]) -> list[list[Tensor]]:
     gradients = []
     for checkpointing in (False, True):
@@ -255,19 +294,11 @@ def own_model_case(rank: int, world: int) -> dict[str, float]:
     randomize(model)
     sharded = cut_model(model, rank, world, OWN_PLAN)
     ids = torch.randint(31, (2, 5), generator=torch.Generator().manual_seed(1))
-    found: dict[str, float] = {}
     logits = []
     for one in (twin, model):
         logits.append(one(ids))
         F.cross_entropy(logits[-1].flatten(0, 1), ids.flatten()).backward()
-    found["logits"] = relative(logits[1].detach(), logits[0].detach())
-    for spec, parameter in sharded.parameters():
-        cell, whole = spec.cell(sharded.coordinates), twin.get_parameter(spec.fqn).grad
-        rows = [i for span in cell.rows for i in range(span.start, span.stop)]
-        columns = [i for span in cell.columns for i in range(span.start, span.stop)]
-        part = whole.reshape(spec.matrix_shape)[rows][:, columns]
-        found[spec.fqn] = relative(local_of(parameter.grad).reshape(cell.shape), part, whole)
-    return found
+    return {"logits": relative(logits[1].detach(), logits[0].detach())} | gradient_errors(twin, sharded)
 
 
 def test_a_users_own_module_with_its_own_plan(pool: WorkerPool) -> None:

@@ -225,13 +225,14 @@ def _install_hooks(
 ) -> tuple[BucketSync, ...]:
     name_of = {parameter: name for name, parameter in module.named_parameters()}
     buckets: list[BucketSync] = []
+    # One stream for all buckets: exchanges on several communicators must start in the same order on every worker.
+    stream = torch.cuda.Stream() if groups.device_type == "cuda" else None
     for unit in units:
         specs = [plan.by_fqn[name_of[p]] for p in bucket_parameters(unit) if p.requires_grad]
         if not specs:
             continue
         sync_plan = plan_sync(specs, groups.topology, groups.worker)
         bucket = BucketSync(len(buckets), sync_plan, groups.replica, groups.slots, window)
-        stream = torch.cuda.Stream() if groups.device_type == "cuda" else None
         unit.set_all_reduce_hook(bucket, stream=stream)
         buckets.append(bucket)
     return tuple(buckets)

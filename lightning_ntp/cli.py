@@ -20,7 +20,7 @@ from lightning_ntp.hf_config import load_hf_config
 from lightning_ntp.layout import ShardLayout, nested_layouts
 from lightning_ntp.planner import Placement, further_losses, plan_placement
 from lightning_ntp.presets import LLAMA3_405B, PAPER_MODEL, gpu_spec
-from lightning_ntp.scenarios import SCENARIOS, RecoveryCosts, report, scenario
+from lightning_ntp.scenarios import SCENARIOS, RecoveryCosts, llama3_failures, report, scenario
 from lightning_ntp.topology import Topology
 
 app = typer.Typer(name="ntp", help=__doc__, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
@@ -88,6 +88,9 @@ def simulate(
     preset: Annotated[str, typer.Option(help=" or ".join(SCENARIOS))] = "ntp-paper",
     seeds: Annotated[int, typer.Option(help="runs of the trace")] = 40,
     samples: Annotated[int, typer.Option(help="drawn states per failed fraction")] = 200,
+    repair_days: Annotated[str, typer.Option(help="equally likely repair times of hardware, e.g. 3,5")] = "3,5",
+    rate_factor: Annotated[float, typer.Option(help="failure rate against the Llama 3 record")] = 1.0,
+    fractions: Annotated[str, typer.Option(help="failed fractions to draw states for (empty: 0.0005 to 0.004)")] = "",
     restart_seconds: Annotated[float, typer.Option(help="from a failure to the first step, by restart")] = 600.0,
     checkpoint_seconds: Annotated[float, typer.Option(help="time that one checkpoint stops the job")] = 60.0,
     live_seconds: Annotated[float, typer.Option(help="pause of a live recovery")] = 30.0,
@@ -98,9 +101,11 @@ def simulate(
 ) -> None:
     """Failures of weeks on a cluster: availability, loss by policy, spares needed, goodput, over many seeds."""
     with _plain_errors():
-        case = scenario(preset)
+        kinds = llama3_failures(_decimals(repair_days, "--repair-days"), rate_factor)
+        case = replace(scenario(preset), kinds=kinds)
         costs = RecoveryCosts(restart_seconds, checkpoint_seconds, live_seconds, step_seconds)
-        result = report(preset, seeds, samples, costs)
+        chosen = {"fractions": _decimals(fractions, "--fractions")} if fractions else {}
+        result = report(case, seeds, samples, costs, **chosen)
         if csv_folder is not None:
             _write_csv(result, csv_folder)
         if plots is not None:
@@ -118,6 +123,13 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError as error:
         raise ConfigError(f"--lost takes numbers of workers with commas between, got {text!r}") from error
+
+
+def _decimals(text: str, option: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise ConfigError(f"{option} takes numbers with commas between, got {text!r}") from error
 
 
 def _three(text: str) -> tuple[int, int, int]:

@@ -229,29 +229,35 @@ def goodput_report(case: Scenario, seeds: int, costs: RecoveryCosts, batch: str 
     }
 
 
-def report(name: str, seeds: int = 40, samples: int = 200, costs: RecoveryCosts | None = None) -> dict[str, Any]:
-    """Everything that `ntp simulate --preset NAME --json` prints, as one JSON-ready dictionary."""
+def report(
+    case: Scenario,
+    seeds: int = 40,
+    samples: int = 200,
+    costs: RecoveryCosts | None = None,
+    fractions: Sequence[float] = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.0035, 0.004),
+) -> dict[str, Any]:
+    """Everything that `ntp simulate --json` prints, as one JSON-ready dictionary."""
     require_positive(seeds=seeds, samples=samples)
-    case, costs = scenario(name), costs or RecoveryCosts()
-    fractions = (0.0005, 0.001, 0.0015, 0.002, 0.0025, 0.003, 0.0035, 0.004)
+    costs, table = costs or RecoveryCosts(), case.table()
+    blasts = [radius for radius in (1, 2, 4, 8) if radius <= case.cluster.domain_size]
+    free = replace(case, degrees=())
     return {
-        "preset": name,
+        "preset": case.name,
         "num_gpus": case.cluster.num_gpus,
         "domain_size": case.cluster.domain_size,
         "samples_by_degree": {
             str(degree): {
-                "ntp": int(case.table().samples_within(NTP)[degree]),
-                "ntp-pw": int(case.table().samples_within(NTP_PW)[degree]),
+                "ntp": int(table.samples_within(NTP)[degree]),
+                "ntp-pw": int(table.samples_within(NTP_PW)[degree]),
                 "power_to_keep_pace": case.cost.power_to_keep_pace(degree, case.cluster.domain_size),
             }
             for degree in case.degrees
         },
+        "failures": [asdict(kind) for kind in case.kinds],
         "availability": availability_report(case.cluster.num_gpus, (8, 16, 32, 64), fractions, samples),
         "loss": loss_report(case, fractions, samples),
-        "blast_radius": [row for r in (1, 2, 4, 8) for row in loss_report(case, (0.001,), samples, blast_radius=r)],
-        "blast_radius_any_degree": [
-            row for r in (1, 2, 4, 8) for row in loss_report(replace(case, degrees=()), (0.001,), samples, blast_radius=r)
-        ],
+        "blast_radius": [row for r in blasts for row in loss_report(case, (0.001,), samples, blast_radius=r)],
+        "blast_radius_any_degree": [row for r in blasts for row in loss_report(free, (0.001,), samples, blast_radius=r)],
         "trace": trace_report(case, seeds),
         "goodput": goodput_report(case, seeds, costs),
         "recovery_costs": asdict(costs),

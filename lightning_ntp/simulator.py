@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -174,15 +174,18 @@ def replica_degrees(failed: Array, cluster: Cluster, policy: Policy, table: Step
     degrees[~np.isfinite(table.relative(policy))[degrees]] = 0
     size = cluster.domains_per_replica
     if policy.packed:
-        best_first = -np.sort(-degrees.astype(np.int16), axis=1, kind="stable")
-        worst = best_first[:, size - 1 :: size].astype(np.int64)
-    else:
-        if cluster.spare_domains:
-            raise ConfigError(f"{policy.name}: spare domains need packing (packed=True), which moves domains between replicas")
-        worst = degrees.reshape(len(failed), -1, size).min(axis=2)
-    flat = worst + (np.arange(len(failed)) * (cluster.domain_size + 1))[:, None]
-    counts = np.bincount(flat.ravel(), minlength=len(failed) * (cluster.domain_size + 1))
-    return counts.reshape(len(failed), -1)
+        at_least = np.cumsum(_counts(degrees, cluster.domain_size)[:, ::-1], axis=1)[:, ::-1]
+        whole = at_least // size
+        return whole - np.pad(whole[:, 1:], ((0, 0), (0, 1)))
+    if cluster.spare_domains:
+        raise ConfigError(f"{policy.name}: spare domains need packing (packed=True), which moves domains between replicas")
+    return _counts(degrees.reshape(len(failed), -1, size).min(axis=2), cluster.domain_size)
+
+
+def _counts(degrees: Array, highest: int) -> Array:
+    """``(states, things) -> (states, highest + 1)``: how many of each degree."""
+    flat = degrees + (np.arange(len(degrees)) * (highest + 1))[:, None]
+    return np.bincount(flat.ravel(), minlength=len(degrees) * (highest + 1)).reshape(len(degrees), -1)
 
 
 def capacity(failed: Array, cluster: Cluster, policy: Policy, table: StepTable, batch: str = "floating") -> Floats:
@@ -327,15 +330,21 @@ def spare_domains_needed(trace: Trace, cluster: Cluster, policy: Policy, table: 
     None where all of its spares are not enough.
     """
 
-    def enough(spares: int) -> bool:
-        smaller = Cluster(cluster.num_gpus, cluster.domain_size, cluster.domains_per_replica, spares)
-        part = trace.first_domains(smaller.all_domains)
-        return bool(capacity(part.failed, smaller, policy, table, "pause").min() >= 1.0)
+    states = trace.failed
 
-    if not enough(cluster.spare_domains):
+    def pausing(spares: int) -> npt.NDArray[np.bool_]:
+        smaller = replace(cluster, spare_domains=spares)
+        return capacity(states[:, : smaller.all_domains], smaller, policy, table, "pause") < 1.0
+
+    if pausing(cluster.spare_domains).any():
         return None
     low, high = 0, cluster.spare_domains
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+        short = pausing(middle)
+        if short.any():
+            # what is enough for a state stays enough with more spares, so only the others need another look
+            low, states = middle + 1, states[short]
+        else:
+            high = middle
     return low

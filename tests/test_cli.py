@@ -119,6 +119,10 @@ class TestSimulate:
         [
             (["--preset", "x"], "unknown preset 'x'; known: ntp-paper, llama3-405b"),
             (["--seeds", "0"], "seeds must be a finite number above 0"),
+            (["--rate-factor", "0"], "per_gpu_day must be a finite number above 0, got 0.0"),
+            (["--repair-days", "-3"], "repair takes a time above 0 (math.inf: never), got (-3.0,) days"),
+            (["--repair-days", "x"], "--repair-days takes numbers"),
+            (["--fractions", "1.5"], "cannot draw 49152 failed of 32768 GPUs"),
             (["--restart-seconds", "-1"], "restart: recovery_seconds may not be negative, got -1.0"),
         ],
     )

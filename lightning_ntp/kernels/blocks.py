@@ -61,8 +61,8 @@ class Moves:
     """Rectangles of one flat buffer that go to rectangles of another, pair by pair.
 
     Args:
-        pairs: (source, destination) of equal rows and columns; empty ones are dropped. Destinations must not overlap: their
-            order would count.
+        pairs: (source, destination) of equal rows and columns; empty ones are dropped. Destinations must not overlap:
+            their order would count.
 
     Raises:
         ConfigError: a pair of unequal shape.
@@ -97,7 +97,7 @@ class Moves:
         return Moves(tuple((destination, source) for source, destination in self.pairs))
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """(6, pairs) int64 on `device`, made once: first element's number, columns, then offset and stride of both sides."""
+        """(6, pairs) int64 on `device`, made once: first element's number, columns, offset and stride of both sides."""
         if device not in self._tables:
             lines, first = [], 0
             for source, to in self.pairs:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, zeros
 
 from lightning_ntp.dtensor.placement import UnevenShard, local_spans, whole_stride, wrap_local
 from lightning_ntp.dtensor.redistribute import distribute
@@ -225,8 +225,11 @@ def _bad_input(rank: int, world: int) -> None:
     _raises(RuntimeError, "unsupported placements UnevenShard", lambda: distribute_tensor(full, mesh, [cut]))
     dtensor = distribute(full, mesh, cut)
     _raises(ConfigError, "layout of 7 elements", lambda: dtensor.redistribute(placements=[UnevenShard(1, PLAIN)]))
-    _raises(RuntimeError, "internal use only|Can not redistribute", lambda: dtensor.redistribute(placements=[Partial()]))
+    _raises(
+        RuntimeError, "internal use only|Can not redistribute", lambda: dtensor.redistribute(placements=[Partial()])
+    )
     _raises(ConfigError, "strategy's checkpoints", lambda: dtensor.__create_chunk_list__())
+    _raises(ConfigError, r"build with distribute\(\)", lambda: zeros(7, 4, device_mesh=mesh, placements=[cut]))
     _raises(ConfigError, "strategy's checkpoints", lambda: dtensor.__create_write_items__("w", dtensor))
 
 

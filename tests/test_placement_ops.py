@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from lightning_ntp.dtensor.dispatch import forget_meshes
 from lightning_ntp.dtensor.placement import UnevenShard
 from lightning_ntp.dtensor.redistribute import distribute
 from lightning_ntp.errors import UnsupportedOpError
@@ -298,3 +301,54 @@ def _refusals(rank: int, world: int) -> None:
 
 def test_what_has_no_rule_is_refused_by_name(pool: WorkerPool) -> None:
     pool.run(_refusals, 3)
+
+
+def _cached_answers(rank: int, world: int) -> None:
+    mesh, full = line(world), whole(2, 7, 6)
+    cut = distribute(full, mesh, UnevenShard(1, NESTED))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.float32):
+        made = [
+            cut.to(dtype),
+            torch.zeros_like(cut, dtype=dtype),
+            torch.full_like(cut, 2, dtype=dtype),
+            cut.sum(dtype=dtype),
+        ]
+        made += [
+            cut.new_zeros(cut.shape, dtype=dtype),
+            cut.new_empty(cut.shape, dtype=dtype),
+            cut.new_ones(3, dtype=dtype),
+        ]
+        assert {one.dtype for one in made} == {dtype} == {one.to_local().dtype for one in made}
+    sizes = [(6,), (2, 3), (3, 2), (1, 6), (6, 1), (1, 1, 6)]
+    for k in range(6):
+        for fn in (
+            lambda x: x.select(2, k),  # noqa: B023
+            lambda x: x[:, :, k:],  # noqa: B023
+            lambda x: x.view(2, 7, *sizes[k]),  # noqa: B023
+            lambda x: x.unsqueeze(0).expand(k + 1, -1, -1, -1),  # noqa: B023
+            lambda x: x.unsqueeze(k % 4),  # noqa: B023
+            lambda x: x.transpose(k % 3, (k + 1) % 3),  # noqa: B023
+        ):
+            got, wanted = fn(cut), fn(full)
+            assert got.shape == wanted.shape and got.stride() == wanted.stride()
+            same(got, wanted)
+
+
+def test_a_cached_rule_is_not_used_for_other_arguments(pool: WorkerPool) -> None:
+    pool.run(_cached_answers, 3)
+
+
+def _generations(rank: int, world: int) -> None:
+    ranks = torch.arange(world)
+    old, new = (DeviceMesh.from_group(dist.new_group(ranks.tolist()), "cpu", mesh_dim_names=("tp",)) for _ in range(2))
+    assert old == new and old is not new
+    first, second = (distribute(whole(7, 4), mesh, UnevenShard(0, NESTED)) for mesh in (old, new))
+    assert (first * 2).device_mesh is old and (second * 2).device_mesh is old
+    forget_meshes()
+    assert (second * 2).device_mesh is new
+    same(second * 2, whole(7, 4) * 2)
+
+
+def test_equal_meshes_of_two_generations(pool: WorkerPool) -> None:
+    """torch's caches would hand the old mesh, whose groups are gone, to results of the new generation."""
+    pool.run(_generations, 3)

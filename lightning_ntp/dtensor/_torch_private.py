@@ -12,6 +12,7 @@ DTensor has no public way to give a new placement its rules. What we hook, once,
 | `_c10d_functional` | the collectives that eager code and compiled graphs share |
 | `_custom_op_handlers` | operators that communicate or need the worker's own elements (norms, sums, cross-entropy) are answered here, before sharding rules; `loss_parallel` removes handlers of the same operators, so we come back after it |
 | `unwrap_to_op_info` ... `wrap` | torch's own path for such an operator on tensors that are not ours |
+| `debug._clear_sharding_prop_cache`, `clear_redistribute_planner_cache` | meshes compare by ranks and shape, so the caches hand a mesh whose groups are gone to its equal of the next generation |
 | `RuntimeSchemaInfo`, `op_to_schema_info` | which plain arguments belong to that key: an operator unknown to DTensor has none, and its rule would be reused for other arguments |
 """
 
@@ -26,6 +27,7 @@ import torch.distributed.tensor._api
 import torch.distributed.tensor._dispatch
 import torch.distributed.tensor._redistribute
 import torch.distributed.tensor._utils
+import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel.loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -182,6 +184,16 @@ def make_dtensor(local: torch.Tensor, like: DTensorSpec, shape: Sequence[int], p
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(like.mesh, placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def clear_caches() -> None:
+    """Empty every cache of DTensor that holds a mesh: the Python and the C++ one of sharding rules, and the plans of moves."""
+    _existing(torch.distributed.tensor.debug, "_clear_sharding_prop_cache")()
+    planner = torch.distributed.tensor._redistribute
+    clear = getattr(planner, "clear_redistribute_planner_cache", None)  # absent before 2.12
+    if clear is not None:
+        clear()
+    planner._gen_transform_infos.cache_clear()
 
 
 def _existing(module: ModuleType, name: str) -> Any:

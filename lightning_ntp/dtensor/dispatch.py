@@ -18,6 +18,7 @@ from lightning_ntp.dtensor._torch_private import (
     OpSchema,
     OutputSharding,
     Propagate,
+    clear_caches,
     hook_handlers,
     hook_propagation,
     static_arguments,
@@ -77,6 +78,14 @@ def rule_of(operator: OpOverload) -> Rule | None:
 def _overload(name: str) -> OpOverload:
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def forget_meshes() -> None:
+    """Drop the meshes that DTensor's caches hold. Local; to be called when the process groups of a generation are gone.
+
+    Meshes of the same ranks and shape are equal, so results of the next generation would carry the old mesh and its groups.
+    """
+    clear_caches()
 
 
 def install() -> None:

@@ -254,8 +254,8 @@ def _global_info(stock: Any, local: torch.Tensor, mesh: DeviceMesh, placements: 
 def _refuse_chunks(placements: Sequence[Placement]) -> None:
     if is_uneven(placements):
         raise ConfigError(
-            f"{list(placements)} stores no single chunk of the whole tensor, so torch's own checkpoint planner cannot write it; "
-            "save with the strategy's checkpoints, or pass .full_tensor()"
+            f"{list(placements)} stores no single chunk of the whole tensor, so torch's checkpoint planner and its DTensor "
+            "factories cannot describe it; save with the strategy's checkpoints, build with distribute(), or pass .full_tensor()"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -288,3 +289,21 @@ def _copies(rank: int, world: int) -> None:
 
 def test_copies_and_state_dicts(pool: WorkerPool) -> None:
     pool.run(_copies, 3)
+
+
+def _sharded_modules(rank: int, world: int) -> None:
+    mesh = grid(2, 2)
+    module = Two(UnevenShard(0, ShardLayout.balanced(7, 2)), mesh)
+    fully_shard(module, mesh=mesh["fsdp"])
+    with pytest.raises(AssertionError, match="deepcopy"):
+        copy.deepcopy(module)
+    leaf = distribute(whole(7, 4), mesh["tp"], UnevenShard(0, ShardLayout.balanced(7, 2)))
+    leaf.data = leaf.data.to(torch.bfloat16)
+    assert leaf.dtype is torch.bfloat16 and leaf.to_local().dtype is torch.float64
+    with pytest.raises(RuntimeError, match="[Nn]o backend|[Ii]nvalid|size|gloo|split"):
+        dist.all_gather([torch.empty(1), torch.empty(2), torch.empty(1), torch.empty(1)], torch.empty(1 + (rank == 1)))
+
+
+def test_what_users_may_try_on_sharded_modules(pool: WorkerPool) -> None:
+    """EMA callbacks copy the module; ``param.data = ...`` changes only the outer dtype; gloo refuses uneven lists."""
+    pool.run(_sharded_modules, 4)

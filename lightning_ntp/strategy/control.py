@@ -90,13 +90,14 @@ class ControlPlane:
         """Mean, sum, max, min or product over data rows.
 
         Args:
-            value: any shape; integers become floats for a mean.
+            value: any shape; integers become float64 for a mean.
             operation: ``"mean"``, ``"avg"``, ``"sum"``, ``"max"``, ``"min"`` or ``"product"``.
             weight: of this row in a mean; a row of weight 0 is left out of every operation.
         """
         operation = operation.lower().rsplit(".", 1)[-1]
         if operation in ("mean", "avg"):
-            floating = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+            # Lightning divides a mean by the mean of integer counts: float32 would round thirds.
+            floating = value if value.is_floating_point() else value.double()
             own = 1.0 if weight is None else weight
             weighted = floating.double() * own if own else torch.zeros_like(floating, dtype=torch.float64)
             total = self.sum_rows(torch.cat([weighted.reshape(-1), weighted.new_tensor([own])]))

@@ -44,6 +44,18 @@ class MicroBatches(NamedTuple):
     counts: tuple[int, ...]
 
 
+def as_micro_batches(batch: Any) -> MicroBatches | None:
+    """What Lightning's loader made of our batches: themselves, or one of them inside a list, tuple or dict of one loader."""
+    if isinstance(batch, MicroBatches):
+        return batch
+    inside = list(batch.values()) if isinstance(batch, dict) else batch
+    if not isinstance(inside, (list, tuple)) or len(inside) != 1 or not isinstance(inside[0], MicroBatches):
+        return None
+    parts = inside[0].batches
+    wrapped = [{key: part for key in batch} if isinstance(batch, dict) else type(batch)([part]) for part in parts]
+    return MicroBatches(tuple(wrapped), inside[0].counts)
+
+
 class MicroBatchDataset(Dataset[MicroBatches]):
     """Map-style: answers a `MicroBatchRequest` with collated micro-batches.
 

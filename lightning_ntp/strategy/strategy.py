@@ -37,7 +37,7 @@ from lightning_ntp.strategy.config import (
     choose_shapes,
 )
 from lightning_ntp.strategy.control import ControlPlane, agree_with_leader
-from lightning_ntp.strategy.data import BatchWeight, LoaderPlan, MicroBatches, rebuild_loader, weigh
+from lightning_ntp.strategy.data import BatchWeight, LoaderPlan, MicroBatches, as_micro_batches, rebuild_loader, weigh
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.fsdp import ShardedModel, shard_model
 from lightning_ntp.strategy.groups import Groups
@@ -327,13 +327,14 @@ class NTPStrategyLogic(_Base):
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves each micro-batch through the user's transfer hooks; callbacks get the first one."""
-        if not isinstance(batch, MicroBatches):
+        micro = as_micro_batches(batch)
+        if micro is None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        moved = tuple(super(NTPStrategyLogic, self).batch_to_device(b, device, dataloader_idx) for b in batch.batches)
+        moved = tuple(super(NTPStrategyLogic, self).batch_to_device(b, device, dataloader_idx) for b in micro.batches)
         weights = tuple(
-            weigh(part, count, self.config.batch_weight) for part, count in zip(moved, batch.counts, strict=True)
+            weigh(part, count, self.config.batch_weight) for part, count in zip(moved, micro.counts, strict=True)
         )
-        self._loop_batch = LoopBatch(moved, weights, tuple(count == 0 for count in batch.counts))
+        self._loop_batch = LoopBatch(moved, weights, tuple(count == 0 for count in micro.counts))
         return moved[0]
 
     def _taken_batch(self) -> LoopBatch:
@@ -530,9 +531,10 @@ def forward_roots(module: torch.nn.Module, prefix: str = "") -> list[str]:
 
 
 def _apply_to_micro_batches(batch: Any, apply: Callable[[Any], Any]) -> Any:
-    if isinstance(batch, MicroBatches):
-        return MicroBatches(tuple(apply(part) for part in batch.batches), batch.counts)
-    return apply(batch)
+    micro = as_micro_batches(batch)
+    if micro is None:
+        return apply(batch)
+    return MicroBatches(tuple(apply(part) for part in micro.batches), micro.counts)
 
 
 def _fabric(framework: str) -> str:

@@ -92,3 +92,24 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: torch.
                     f"{type(optimizer).__name__}(fused=True) has parameters on {' and '.join(devices)}; move them to one kind of "
                     "device or leave fused out"
                 )
+
+
+def forward_roots(module: torch.nn.Module, prefix: str = "") -> list[str]:
+    """Names of the submodules whose forward the user's steps call: children with parameters, looking through containers.
+
+    Raises:
+        ConfigError: the module has parameters of its own, which no forward of a submodule would gather.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise ConfigError(
+            f"parameter {prefix}{own[0]} belongs to the LightningModule itself; put it into a submodule whose forward you call, so "
+            "that it can be gathered before use"
+        )
+    roots: list[str] = []
+    for name, child in module.named_children():
+        if next(child.parameters(), None) is None:
+            continue
+        is_container = isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        roots += forward_roots(child, f"{prefix}{name}.") if is_container else [f"{prefix}{name}"]
+    return roots

@@ -1,0 +1,160 @@
+"""What every part of the strategy knows: its options, who this worker is, and the cut model."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy import checks
+from lightning_ntp.strategy._lightning_private import is_last_of_epoch
+from lightning_ntp.strategy.clipping import clip_by_norm_, clip_by_value_, global_norm
+from lightning_ntp.strategy.config import RecoveryConfig, Size, StrategyConfig
+from lightning_ntp.strategy.control import ControlPlane
+from lightning_ntp.strategy.data import BatchWeight
+from lightning_ntp.strategy.environment import WorkerEnvironment
+from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.strategy.window import LoopBatch, StepRunner
+from lightning_ntp.topology import Topology
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy as _Base
+else:
+    _Base = object  # `strategy_class` puts a ParallelStrategy of one of the two Lightnings behind it
+
+
+class StrategyBase(_Base):
+    """Options, identity and state of the strategy; its parts derive from it."""
+
+    strategy_name = "ntp"
+    framework = "lightning.pytorch"
+    is_distributed = True  # else `self.log` ignores sync_dist
+
+    def __init__(
+        self,
+        num_replicas: Size = "auto",
+        fsdp_size: Size = "auto",
+        tensor_parallel_size: Size = "auto",
+        replica_sizes: Sequence[Any] | None = None,
+        plan: Any = "auto",
+        batch_weight: BatchWeight = "samples",
+        recovery: RecoveryConfig = RecoveryConfig(),  # noqa: B008  frozen
+        seed: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        checks.check_options(unknown, StrategyConfig.__dataclass_fields__)
+        sizes: Any = None if replica_sizes is None else tuple(replica_sizes)
+        self.config = StrategyConfig(
+            num_replicas, fsdp_size, tensor_parallel_size, sizes, plan, batch_weight, recovery, seed
+        )
+        self.num_nodes = 1
+        self._topology: Topology | None = None
+        self._runner: StepRunner | None = None
+        self._loop_batch: LoopBatch | None = None
+        self._step_arguments: tuple[Any, ...] = ()
+        self._eval_weight: float | None = None
+        self._seed = 0
+        self._num_training_loaders = 0
+        super().__init__()
+
+    @property
+    def cluster_environment(self) -> Any:
+        """Lightning's where an outer launcher made the processes (SLURM, torchrun), ours otherwise."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: Any) -> None:
+        if type(environment).__name__ == "LightningEnvironment":
+            environment = WorkerEnvironment.read(os.environ)
+        self._cluster_environment = environment
+
+    @property
+    def precision_plugin(self) -> Any:
+        """Lightning's for the dtype contexts; clipping is ours, and bf16-mixed is FSDP2's instead of autocast."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is not None:
+            checks.check_precision(plugin.precision)
+            if plugin.precision == "bf16-mixed":
+                plugin = self._precision_class()()
+                plugin.precision = "bf16-mixed"
+            plugin.clip_grad_by_norm = self._clip_by_norm
+            plugin.clip_grad_by_value = self._clip_by_value
+        self._precision_plugin = plugin
+
+    @property
+    def root_device(self) -> torch.device:
+        """This worker's device."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker leads: logger, progress bar, checkpoints."""
+        return self.global_rank == 0
+
+    @property
+    def topology(self) -> Topology:
+        """Live replicas. ConfigError before `fit` has set the strategy up."""
+        if self._topology is None:
+            raise ConfigError(
+                "the topology is known once trainer.fit (or validate, test, predict) has set the strategy up"
+            )
+        return self._topology
+
+    @property
+    def runner(self) -> StepRunner:
+        """What runs steps; there is one from `setup` on."""
+        if self._runner is None:
+            raise ConfigError("the model is cut once trainer.fit (or validate, test, predict) has set the strategy up")
+        return self._runner
+
+    @property
+    def sharded(self) -> ShardedModel:
+        """The cut model."""
+        return self.runner.sharded
+
+    @property
+    def control(self) -> ControlPlane:
+        """Messages between workers."""
+        return self.runner.control
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data rows, for whoever counts samples; the strategy's own loaders do not use it."""
+        if self._topology is None:
+            return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.control.num_rows, "rank": self.control.row}
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """True, so that every loop batch comes to `optimizer_step`; False on an epoch's last one, so that Lightning sees a step."""
+        module = self.lightning_module
+        return module is None or not is_last_of_epoch(module.trainer)
+
+    def _taken_batch(self) -> LoopBatch:
+        if self._loop_batch is None:
+            raise ConfigError(
+                "a step got a batch that the strategy did not load; steps that take dataloader_iter are not supported, let them "
+                "take a batch"
+            )
+        return self._loop_batch
+
+    def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_norm_(self.sharded, float(clip_val), global_norm(self.sharded))
+
+    def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
+        clip_by_value_(self.sharded, float(clip_val))
+
+    def _precision_class(self) -> type[Any]:
+        return importlib.import_module(f"{self.framework}.plugins.precision").Precision
+
+
+def fabric_of(framework: str) -> str:
+    return "lightning.fabric" if framework == "lightning.pytorch" else "lightning_fabric"

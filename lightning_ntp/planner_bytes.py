@@ -3,59 +3,79 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from lightning_ntp.cost_model import CostModel
 from lightning_ntp.layout import NestedLayouts, nested_layouts, subtract, total_length
-from lightning_ntp.topology import Topology
+from lightning_ntp.topology import Replica, Topology
 
 _MOVED_BYTES = 12
 """Per parameter that changes its holder: fp32 master weight and two Adam moments."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Seat:
+    degree: int
+    role: int
+    fsdp_size: int
+    coordinate: int
+
+    def hidden(self, size: int) -> tuple[int, int]:
+        """The run of hidden elements that fsdp leaves to this seat."""
+        chunk = -(-size // self.fsdp_size)
+        return min(self.coordinate * chunk, size), min((self.coordinate + 1) * chunk, size)
+
+
 def moved_bytes(old: Topology, new: Topology, cost: CostModel) -> int:
-    """Bytes of parameters and optimizer state that workers of `new` must receive from others."""
-    moves = Counter(_moves(old, new))
-    before, after = (_dims(cost, topology) for topology in (old, new))
+    """Bytes of parameters and optimizer state that workers of `new` must receive from others.
+
+    What `reshard.plan_reshard` would move, norms and biases left out; exact where fsdp sizes divide the hidden size, which fsdp
+    cuts (tp cuts the other dim of each matrix).
+    """
+    before, after, hidden = _dims(cost, old), _dims(cost, new), cost.model.hidden_size
     total = 0
-    for (held, wanted), count in moves.items():
+    for (held, wanted), count in Counter(_moves(old, new)).items():
+        start, stop = wanted.hidden(hidden)
         params = 0
-        for (params_each, layouts), (_, new_layouts) in zip(before, after, strict=True):
-            have = layouts[held[0]].of(held[1]) if held is not None else ()
-            params += params_each * total_length(subtract(new_layouts[wanted[0]].of(wanted[1]), have))
-        total += count * params * _MOVED_BYTES // (wanted[2] * cost.num_stages)
-    return total
+        for (per_granule, layouts), (_, new_layouts) in zip(before, after, strict=True):
+            spans = new_layouts[wanted.degree].of(wanted.role)
+            params += per_granule * total_length(spans) * (stop - start)
+            if held is not None:
+                kept = total_length(spans) - total_length(subtract(spans, layouts[held.degree].of(held.role)))
+                low, high = held.hidden(hidden)
+                params -= per_granule * kept * max(0, min(stop, high) - max(start, low))
+        total += count * params * _MOVED_BYTES
+    return total // cost.num_stages
 
 
-def _moves(old: Topology, new: Topology) -> Iterable[tuple[tuple[int, int] | None, tuple[int, int, int]]]:
-    """(degree, role) that each worker held, or None, and (degree, role, fsdp size) that it shall hold; unchanged ones left out."""
-    new_roles = {replica.degree: new.roles(replica.degree) for replica in new.replicas}
-    old_roles = {replica.degree: old.roles(replica.degree) for replica in old.replicas}
+def _moves(old: Topology, new: Topology) -> Iterator[tuple[_Seat | None, _Seat]]:
+    """Where each worker of `new` sat, or None, and where it shall sit; replicas that stay as they are left out."""
     unchanged = set(old.replicas)
     stays = old.loss_order == new.loss_order or all(replica.degree == old.num_roles for replica in old.replicas)
-    held = {}
-    for replica in old.replicas:
-        for f, row in enumerate(replica.grid):
-            for role, worker in zip(old_roles[replica.degree], row, strict=True):
-                held[worker] = (replica.degree, role, replica.fsdp_size, f)
+    held = {worker: seat for replica in old.replicas for worker, seat in _seats(old, replica)}
     for replica in new.replicas:
-        if stays and replica in unchanged:
-            continue
-        for f, row in enumerate(replica.grid):
-            for role, worker in zip(new_roles[replica.degree], row, strict=True):
-                at = held.get(worker)
-                same_cut = at is not None and at[2:] == (replica.fsdp_size, f)
-                yield (at[:2] if at is not None and same_cut else None), (replica.degree, role, replica.fsdp_size)
+        if not (stays and replica in unchanged):
+            for worker, seat in _seats(new, replica):
+                yield held.get(worker), seat
+
+
+def _seats(topology: Topology, replica: Replica) -> Iterator[tuple[int, _Seat]]:
+    roles = topology.roles(replica.degree)
+    for coordinate, row in enumerate(replica.grid):
+        for role, worker in zip(roles, row, strict=True):
+            yield worker, _Seat(replica.degree, role, replica.fsdp_size, coordinate)
 
 
 def _dims(cost: CostModel, topology: Topology) -> list[tuple[int, NestedLayouts]]:
-    """(parameters per granule over all layers, layouts) of the dims that tp cuts."""
+    """(parameters per granule and hidden element over all layers, layouts) of the dims that tp cuts."""
     shape = cost.model
+    layers = shape.num_layers
     order = topology.loss_order[: topology.num_roles - topology.sync_degree]
     heads = nested_layouts(shape.num_heads, topology.num_roles, order)
     return [
-        (shape.num_layers * shape.query_head_params, heads),
-        (shape.num_layers * shape.kv_head_params, heads.grouped(shape.num_heads // shape.num_kv_heads)),
-        (shape.num_layers * shape.ffn_column_params, nested_layouts(shape.ffn_size, topology.num_roles, order)),
-        (2 * shape.hidden_size, nested_layouts(shape.vocab_size, topology.num_roles, order)),
+        (layers * (shape.query_head_params // shape.hidden_size), heads),
+        (layers * (shape.kv_head_params // shape.hidden_size), heads.grouped(shape.num_heads // shape.num_kv_heads)),
+        (layers * (shape.ffn_column_params // shape.hidden_size), nested_layouts(shape.ffn_size, topology.num_roles, order)),
+        (2, nested_layouts(shape.vocab_size, topology.num_roles, order)),
     ]

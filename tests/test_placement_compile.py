@@ -61,8 +61,9 @@ def test_forward_and_backward_are_one_graph(pool: WorkerPool) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(450)
 def test_inductor(pool: WorkerPool) -> None:
-    pool.run(_compiled, 3, "inductor", ["layer", "whole"], timeout=170)
+    pool.run(_compiled, 3, "inductor", ["layer", "whole"], timeout=400)
 
 
 def _step(rank: int, world: int) -> None:

@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--devices", default="auto")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=4, help="blocks per data rank")
     parser.add_argument("--block-size", type=int, default=128, help="tokens per block")
     parser.add_argument("--learning-rate", type=float, default=1e-3)

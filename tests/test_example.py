@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "finetune_hf.py"
 
@@ -63,10 +65,26 @@ def test_the_default_model_has_ten_million_parameters(example: ModuleType) -> No
     assert 9e6 < sum(p.numel() for p in model.parameters()) < 11e6
 
 
-def test_the_script_runs_and_the_loss_falls(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--strategy", "auto", "--devices", "1", "--accelerator", "cpu", "--steps", "20"]
-    options = ["--data", str(_lines(tmp_path)), "--block-size", "16", "--batch-size", "2", "--out", str(tmp_path / "out")]
-    done = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    """A local model folder with a tokenizer, as from a hub."""
+    folder = tmp_path / "model"
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(_lines(tmp_path).read_text().splitlines(), vocab_size=400, show_progress=False)
+    PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=400, hidden_size=48, intermediate_size=97, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=3
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", [["--strategy", "auto", "--devices", "1"], ["--replica-sizes", "2", "1"]])
+def test_the_script_runs_and_the_loss_falls(tmp_path: Path, tiny_model: Path, layout: list[str]) -> None:
+    command = [sys.executable, str(SCRIPT), *layout, "--model", str(tiny_model), "--accelerator", "cpu", "--steps", "20"]
+    options = ["--data", str(_lines(tmp_path)), "--learning-rate", "1e-2", "--block-size", "16", "--batch-size", "2"]
+    command += [*options, "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
     losses = [float(row[3]) for row in rows]

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lightning_ntp.strategy.checkpointing import whole_tensors
 from lightning_ntp.strategy.strategy import strategy_class
@@ -32,6 +32,16 @@ class Samples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         return {name: values[index] for name, values in self.data.items()} | {"index": torch.tensor(index)}
+
+
+class SampleStream(IterableDataset[Sample]):
+    """The same samples, one after the other."""
+
+    def __init__(self, size: int) -> None:
+        self.samples = Samples(size)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.samples[index] for index in range(len(self.samples)))
 
 
 def batch_of(indices: Iterable[int]) -> Sample:

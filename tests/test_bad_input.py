@@ -236,7 +236,13 @@ CASES: dict[str, tuple[type, Callable[[], Any], dict[str, Any], type[NTPError], 
     ),
     "loaders": (jobs.TinyLlama, lambda: [_short(), _short()], {}, ConfigError, "several training loaders"),
     "gathers": (Gathers, _short, {}, ConfigError, "all_gather in training_step"),
-    "tokens": (jobs.TinyLlama, lambda: DataLoader(torch.zeros(4, 1)), {"batch_weight": "tokens"}, ConfigError, "has none"),
+    "tokens": (
+        jobs.TinyLlama,
+        lambda: DataLoader(torch.zeros(4, 1)),
+        {"batch_weight": "tokens"},
+        ConfigError,
+        "has none",
+    ),
 }
 
 
@@ -304,6 +310,11 @@ SCRIPT = """
 """
 
 
+# Starting an interpreter with torch and Lightning three times over takes minutes on a busy machine.
+patient = pytest.mark.timeout(400)
+PATIENCE_SECONDS = 350
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
@@ -334,24 +345,27 @@ def _left_behind(script: Path) -> list[str]:
     return found
 
 
+@patient
 def test_a_plain_script_launches_its_own_workers(script):
     process = _start(script, "run")
-    out, err = process.communicate(timeout=150)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, err
     assert sorted(line for line in out.splitlines() if line.startswith("after")) == ["after 0 4", "after 1 4"]
     assert "1x1, 1x1" in err and "CPU figures" in err
     assert _left_behind(script) == []
 
 
+@patient
 def test_user_code_that_raises_ends_the_job_with_its_traceback_first(script):
     process = _start(script, "raise")
-    _, err = process.communicate(timeout=150)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 1
     first = err[err.index("Traceback") :]
     assert "ValueError: user code broke" in first.split("[supervisor]")[0]
     assert _left_behind(script) == []
 
 
+@patient
 def test_ctrl_c_ends_all_processes(script):
     process = _start(script, "wait")
     assert process.stdout is not None
@@ -361,5 +375,5 @@ def test_ctrl_c_ends_all_processes(script):
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert time.monotonic() - since < 20
+    assert time.monotonic() - since < 30
     assert _left_behind(script) == []

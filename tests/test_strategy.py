@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torchmetrics import MeanMetric
 from transformers import AutoModelForCausalLM
 
@@ -215,3 +217,125 @@ def test_precisions(pool):
         losses[precision] = results[0][2]
     assert losses["bf16-mixed"] == pytest.approx(losses["32-true"], rel=0.02)
     assert losses["bf16-true"] == pytest.approx(losses["32-true"], rel=0.05)
+
+
+class Hooked(jobs.TinyLlama):
+    """Counts hooks and checks that each sees a batch as the user's loader would make it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def _note(self, hook: str, samples: Any = None) -> None:
+        self.calls[hook] += 1
+        assert samples is None or (isinstance(samples, dict) and len(samples["index"]) <= BATCH)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self._note("before transfer", batch)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self._note("after transfer", batch)
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._note("start", batch)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self._note("zero")
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self._note("backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._note("step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._note("end", batch)
+        self.losses = [*getattr(self, "losses", []), outputs["loss"].item()]
+
+
+class Data(L.LightningDataModule):
+    """A stream of samples; says where `prepare_data` ran."""
+
+    prepared = False
+
+    def prepare_data(self) -> None:
+        self.prepared = True
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(jobs.SampleStream(SIZE), batch_size=BATCH)
+
+
+def _hooks(rank: int, world: int) -> Any:
+    with jobs.as_worker(rank, world):
+        module, data = Hooked(), Data()
+        strategy = jobs.ntp(replica_sizes=[3, 2], batch_weight=lambda samples: 2 * len(samples["index"]))
+        trainer = jobs.trainer(strategy, world, accumulate_grad_batches=3)
+        trainer.fit(module, data)
+        return (
+            dict(module.calls),
+            data.prepared,
+            module.seen,
+            module.losses,
+            trainer.global_step,
+            jobs.whole_state(strategy),
+        )
+
+
+def test_hooks_see_the_users_batches_and_a_stream_is_shared_in_order(pool):
+    results = pool.run(_hooks, 5)
+    num_loop_batches, num_steps = 4, 2
+    for calls, _, seen, losses, step, _ in results:
+        micro = len(seen)
+        assert step == calls["step"] == calls["zero"] == num_steps
+        assert calls["start"] == calls["end"] == len(losses) == num_loop_batches
+        assert calls["backward"] == calls["before transfer"] == calls["after transfer"] == micro
+    assert [prepared for _, prepared, *_ in results] == [True, False, False, False, False]
+    first_row, second_row = results[0][2], results[3][2]
+    assert sorted(i for micro in (*first_row, *second_row) for i in micro) == list(range(SIZE))
+    ids = list(range(SIZE))
+    twin = jobs.in_one_process(jobs.TinyLlama, [ids[:24], ids[24:]])
+    assert _worst(results[0][5], twin) < 1e-9
+
+
+def _single(rank: int, world: int) -> Any:
+    with float64_norms():
+        module = jobs.TinyLlama()
+        trainer = jobs.trainer("ntp", 1, gradient_clip_val=0.5)
+        trainer.fit(module, jobs.loader(8, BATCH))
+        return jobs.whole_state(trainer.strategy), trainer.strategy.launcher is None
+
+
+def test_one_device_is_plain_training(pool):
+    state, no_launcher = pool.run(_single, 1)[0]
+    twin = jobs.in_one_process(jobs.TinyLlama, [[0, 1, 2, 3], [4, 5, 6, 7]], gradient_clip_val=0.5)
+    assert no_launcher
+    assert _worst(state, twin) < 1e-9
+
+
+def _with_pytorch_lightning(rank: int, world: int) -> Any:
+    import pytorch_lightning as pl
+
+    class Line(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with jobs.as_worker(rank, world):
+        trainer = pl.Trainer(
+            strategy="ntp", accelerator="cpu", devices=world, max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Line(), DataLoader(torch.ones(6, 2), batch_size=1))
+        return isinstance(trainer.strategy, pl.strategies.ParallelStrategy), trainer.global_step
+
+
+def test_the_other_lightning_knows_it_too(pool):
+    assert pool.run(_with_pytorch_lightning, 2) == [(True, 3)] * 2

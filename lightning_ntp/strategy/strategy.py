@@ -36,7 +36,6 @@ from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, as_micro_batch
 from lightning_ntp.strategy.evaluation import Evaluation
 from lightning_ntp.strategy.fsdp import ShardedModel, shard_model
 from lightning_ntp.strategy.groups import Groups
-from lightning_ntp.strategy.huggingface import plan_model
 from lightning_ntp.strategy.launcher import WorkerLauncher
 from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.saving import Saving
@@ -135,6 +134,9 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
     def _plan(self, module: Any, topology: Topology) -> ModelPlan:
         if isinstance(self.config.plan, ModelPlan):
             return self.config.plan
+        # Imports transformers, which takes seconds; the process that only launches workers never comes here.
+        from lightning_ntp.strategy.huggingface import plan_model
+
         return plan_model(module, topology.num_roles, topology.loss_order, self.config.plan)
 
     def _choose(self, module: Any) -> ShapeChoice:

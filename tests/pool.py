@@ -98,7 +98,7 @@ class WorkerPool:
         self._workers: list[Worker] = []
 
     def run(
-        self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, deaths: Collection[int] = ()
+        self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0, deaths: Collection[int] = ()
     ) -> list[Any]:
         """Results of ``fn(rank, world, *args)`` in the order of ranks, from `world` workers that share a fresh gloo group.
 

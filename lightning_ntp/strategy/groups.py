@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
+from lightning_ntp.dtensor.dispatch import forget_meshes
 from lightning_ntp.sync_plan import Slot
 from lightning_ntp.topology import Topology
 
@@ -66,6 +67,7 @@ class Groups:
         for group in reversed(self._made):
             dist.destroy_process_group(group)
         self._made.clear()
+        forget_meshes()
 
     def _new(self, ranks: Sequence[int]) -> ProcessGroup | None:
         group = dist.new_group(list(ranks))

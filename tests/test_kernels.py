@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.utils as dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
@@ -142,8 +143,8 @@ def test_the_formulation_that_is_compiled_equals_the_definition(case, dtypes, ad
     runs = PackedRuns.of(blocks, dtypes[1].itemsize)
 
     def uncompiled(source, destination, moves, add, scale):
-        if moves.numel:
-            pack_module._move_indexed(source, destination, moves.table(source.device), moves.numel, add, scale)
+        run = pack_module._add_indexed if add else pack_module._copy_indexed
+        run(source, destination, moves.table(source.device), moves.numel, scale)
 
     check_move(uncompiled, *dtypes, runs.packing, length, add, scale)
 
@@ -151,6 +152,8 @@ def test_the_formulation_that_is_compiled_equals_the_definition(case, dtypes, ad
 @pytest.mark.timeout(600)  # the first use of the compiler costs more than a minute on a busy machine
 @pytest.mark.parametrize("dtypes", [DTYPES[1], full(DTYPES[0]), full(DTYPES[2]), full(DTYPES[3])])
 def test_compiled_move_equals_the_definition(dtypes):
+    torch.compiler.reset()
+    dynamo.counters.clear()
     plans = [
         [[Block(3, 10, 4, 5), Block(60, 1, 1, 1)], [], [Block(70, 7, 2, 3)]],
         [[], [], []],
@@ -161,6 +164,7 @@ def test_compiled_move_equals_the_definition(dtypes):
         runs = PackedRuns.of(plan, dtypes[1].itemsize)
         for add, scale in ((False, 1.0), (False, 0.3), (True, 1.0), (True, 0.3)):
             check_move(move_blocks.fused, *dtypes, runs.packing, 100, add, scale)
+    assert dynamo.counters["stats"]["unique_graphs"] == 2, "one kernel to copy and one to add, whatever the plan"
 
 
 def logits_and_targets(vocabulary, dtype, num_tokens=7):

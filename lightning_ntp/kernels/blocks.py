@@ -97,13 +97,17 @@ class Moves:
         return Moves(tuple((destination, source) for source, destination in self.pairs))
 
     def table(self, device: torch.device) -> torch.Tensor:
-        """(6, pairs) int64 on `device`, made once: first element's number, columns, offset and stride of both sides."""
+        """(6, pairs + 1) int64 on `device`, made once: first element's number, columns, offset and stride of both sides.
+
+        A last column that no element belongs to keeps the size of the table above 1, which torch.compile treats apart.
+        """
         if device not in self._tables:
             lines, first = [], 0
             for source, to in self.pairs:
                 lines.append((first, source.columns, source.offset, source.stride, to.offset, to.stride))
                 first += source.numel
-            self._tables[device] = torch.tensor(lines, dtype=torch.long).reshape(-1, 6).t().contiguous().to(device)
+            lines.append((first, 1, 0, 1, 0, 1))
+            self._tables[device] = torch.tensor(lines, dtype=torch.long).t().contiguous().to(device)
         return self._tables[device]
 
 

@@ -19,30 +19,48 @@ from lightning_ntp.kernels.reference import move_blocks as reference_move_blocks
 __all__ = ["move_blocks", "pack", "unpack"]
 
 
-def _move_indexed(
-    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, numel: int, add: bool, scale: float
-) -> None:
-    number = torch.arange(numel, device=source.device)
+def _places(table: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numel,) each: where every element comes from, and where it goes to."""
+    number = torch.arange(numel, device=table.device)
     which = torch.bucketize(number, table[0], right=True) - 1
     first, columns, source_offset, source_stride, offset, stride = table[:, which].unbind(0)
     row = (number - first) // columns
     column = (number - first) - row * columns
-    wide = torch.promote_types(source.dtype, destination.dtype)
-    moved = source[source_offset + row * source_stride + column].to(wide) * scale
-    to = offset + row * stride + column
-    if add:
-        moved = destination[to].to(wide) + moved
+    return source_offset + row * source_stride + column, offset + row * stride + column
+
+
+def _copy_indexed(
+    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, numel: int, scale: float
+) -> None:
+    origin, to = _places(table, numel)
+    moved = source[origin].to(torch.promote_types(source.dtype, destination.dtype)) * scale
     destination.index_put_((to,), moved.to(destination.dtype))
 
 
-_generated = torch.compile(_move_indexed, dynamic=True, fullgraph=True)
+def _add_indexed(
+    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, numel: int, scale: float
+) -> None:
+    origin, to = _places(table, numel)
+    wide = torch.promote_types(source.dtype, destination.dtype)
+    total = destination[to].to(wide) + source[origin].to(wide) * scale
+    destination.index_put_((to,), total.to(destination.dtype))
 
 
+# Two functions: dynamo keeps at most eight compiled versions of each, and every pair of dtypes is one.
+_copy_generated = torch.compile(_copy_indexed, dynamic=True, fullgraph=True)
+_add_generated = torch.compile(_add_indexed, dynamic=True, fullgraph=True)
+
+
+@torch.no_grad()
 def _move_compiled(
     source: torch.Tensor, destination: torch.Tensor, moves: Moves, add: bool = False, scale: float = 1.0
 ) -> None:
-    if moves.numel:
-        _generated(source, destination, moves.table(source.device), moves.numel, add, scale)
+    # Sizes of 1 would each be compiled apart.
+    if min(moves.numel, source.numel(), destination.numel()) < 2:
+        reference_move_blocks(source, destination, moves, add, scale)
+        return
+    run = _add_generated if add else _copy_generated
+    run(source, destination, moves.table(source.device), moves.numel, scale)
 
 
 move_blocks = compiled(reference_move_blocks, _move_compiled)

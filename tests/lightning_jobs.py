@@ -53,9 +53,9 @@ def batch_of(indices: Iterable[int]) -> Sample:
 class TinyLlama(L.LightningModule):
     """Logs its loss in all ways; remembers what it saw."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, kind: str = "llama", **config: Any) -> None:
         super().__init__()
-        self.model = tiny("llama", **config)
+        self.model = tiny(kind, **config)
         self.seen: list[list[int]] = []
         self.history: list[dict[str, float]] = []
         self.hooks: list[str] = []

@@ -339,3 +339,27 @@ def _with_pytorch_lightning(rank: int, world: int) -> Any:
 
 def test_the_other_lightning_knows_it_too(pool):
     assert pool.run(_with_pytorch_lightning, 2) == [(True, 3)] * 2
+
+
+def _save(rank: int, world: int, kind: str, folder: str) -> Any:
+    with jobs.as_worker(rank, world):
+        module = jobs.TinyLlama(kind=kind)
+        before = {name: parameter.detach().clone() for name, parameter in module.model.named_parameters()}
+        strategy = jobs.ntp(replica_sizes=[2, 1])
+        trainer = jobs.trainer(strategy, world)
+        trainer.validate(module, jobs.loader(2, 1), verbose=False)
+        strategy.save_pretrained(folder)
+        strategy.barrier()
+        return before
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "phi3", "qwen3"])
+def test_save_pretrained_of_transposed_packed_and_normed_heads(pool, tmp_path, kind):
+    before = pool.run(_save, 3, kind, str(tmp_path / kind))[0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+    named = dict(loaded.named_parameters())
+    assert named.keys() == before.keys()
+    assert all(torch.equal(named[name], tensor) for name, tensor in before.items())
+    with float64_norms(), torch.no_grad():
+        ids = jobs.batch_of(range(2))["input_ids"]
+        assert torch.isfinite(loaded(input_ids=ids, labels=ids).loss)

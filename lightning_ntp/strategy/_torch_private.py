@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -30,3 +32,23 @@ def fill_unused_gradients(unit: FSDPModule) -> bool:
         return False
     switch(True)
     return True
+
+
+def abort_groups() -> None:
+    """Abort every process group of this process, so that a kernel that waits for a dead peer ends (NCCL; gloo has no abort).
+
+    torch offers no public list of all groups, and aborting only the default one leaves the sub-groups' kernels waiting.
+    """
+    for group in list(c10d._world.pg_map):
+        group.abort()
+
+
+def end_groups(backend: str) -> None:
+    """End the default group and all others, also when a peer is dead.
+
+    `destroy_process_group` waits for NCCL kernels that a dead peer will never finish; only the private variant aborts them.
+    """
+    if backend == "nccl":
+        c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()

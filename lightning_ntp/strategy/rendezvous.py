@@ -12,10 +12,11 @@ import json
 import re
 import secrets
 import socket
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -26,12 +27,18 @@ ENV_STORE_ENDPOINT = "NTP_STORE_ENDPOINT"
 ENV_JOB_TOKEN = "NTP_JOB_TOKEN"
 ENV_RECOVERY = "NTP_RECOVERY"
 
+EXIT_LOST = 76
+"""A worker that must leave by itself (a CUDA error of its own) ends with this code: a loss, not a failure of the program."""
+
+EXIT_NO_SUPERVISOR = 75
+"""A worker whose supervisor is gone ends with this code."""
+
 LOOPBACK = "127.0.0.1:0"
 """Where a store listens unless told otherwise: nobody outside this machine can reach it; port 0 = any free one."""
 
 CONNECT_SECONDS = 20.0
 WAIT_SECONDS = 3600.0
-"""How long one blocking read may wait. The monitor thread, not this limit, ends a wait for a peer that is gone."""
+"""How long one blocking read may wait. The member's watcher, not this limit, ends a wait for a peer that is gone."""
 
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{8,128}")
 
@@ -173,9 +180,20 @@ def connect_store(endpoint: Endpoint, token: str, connect_seconds: float = CONNE
     return store
 
 
+def own_connection(store: dist.Store) -> dist.Store:
+    """The same keys over another connection: a client serves one blocking call at a time."""
+    copy: dist.Store = cast(Any, store).clone()  # torch's stubs lack it
+    copy.set_timeout(timedelta(seconds=WAIT_SECONDS))
+    return copy
+
+
+def to_json(value: Any) -> str:
+    return json.dumps(value)
+
+
 def put_json(store: dist.Store, key: str, value: Any) -> None:
     """Writes `value` as JSON. Does not wait for the server."""
-    store.set(key, json.dumps(value))
+    store.set(key, to_json(value))
 
 
 def get_json(store: dist.Store, key: str) -> Any:
@@ -186,3 +204,20 @@ def get_json(store: dist.Store, key: str) -> Any:
 def peek_json(store: dist.Store, key: str) -> Any:
     """Reads the JSON value of `key`, or None if nobody has written it."""
     return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def delete_below(store: dist.Store, path: str) -> None:
+    """Deletes the key `path` and every ``path/...``."""
+    for key in store.list_keys():
+        if key == path or key.startswith(path + "/"):
+            store.delete_key(key)
+
+
+def report_error(store: dist.Store, worker: int, error: BaseException) -> None:
+    """Tells the supervisor that user code failed on this worker: that ends the job, with this traceback first.
+
+    The earliest place that sees the exception should call it: before groups are torn down, which makes peers fail too.
+    """
+    text = "".join(traceback.format_exception(error))
+    number = store.add("errors", 1)
+    put_json(store, f"error/{number}", {"worker": worker, "type": type(error).__name__, "text": text})

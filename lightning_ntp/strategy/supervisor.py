@@ -3,6 +3,8 @@
     Supervisor(command, num_workers, env).run()  ->  exit code
 
 Without recovery the first worker that fails ends the job within seconds, its traceback printed before all others.
+With recovery a worker that is killed, hangs or leaves with `EXIT_LOST` is a loss: the others are told (coordinator.py) and
+never touched. An exception of the program itself still ends the job, because it would strike again.
 Death is noticed at once (a pidfd per worker). No worker outlives the supervisor, however that one ends.
 """
 
@@ -15,10 +17,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import rendezvous
+from lightning_ntp.strategy.coordinator import Coordinator, Event, Patience
 from lightning_ntp.strategy.signals import SignalWatch
 from lightning_ntp.strategy.worker_process import (
     StartWorker,
@@ -34,6 +37,9 @@ _log = logging.getLogger(__name__)
 TURN_SECONDS = 0.05
 """The longest sleep of the loop. Deaths, output and signals wake it at once."""
 
+FORMING_SECONDS = 0.005
+"""The same while a generation forms: joining workers write to the store, which wakes nobody here."""
+
 HOLD_SECONDS = 2.0
 """A traceback of a worker that lives on this long was a log message: it is passed on."""
 
@@ -47,6 +53,8 @@ class SupervisorConfig:
     settle_seconds: after a failure, how long to wait for the traceback of the worker that caused it.
     grace_seconds: between asking workers to end (SIGTERM, or SIGINT after Ctrl-C) and SIGKILL.
     abandon_seconds: after SIGKILL; a process that is stuck in the kernel by then is left behind and named.
+    patience: with recovery, when a living worker is taken for lost.
+    max_respawns: with recovery, how many replacements are started at once after losses, without being asked to.
     """
 
     listen: str = rendezvous.LOOPBACK
@@ -54,12 +62,14 @@ class SupervisorConfig:
     settle_seconds: float = 1.0
     grace_seconds: float = 3.0
     abandon_seconds: float = 5.0
+    patience: Patience = field(default_factory=Patience)
+    max_respawns: int = 0
 
     def __post_init__(self) -> None:
         rendezvous.Endpoint.parse(self.listen)
         if self.token is not None:
             rendezvous.check_token(self.token)
-        for name in ("settle_seconds", "grace_seconds", "abandon_seconds"):
+        for name in ("settle_seconds", "grace_seconds", "abandon_seconds", "max_respawns"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"SupervisorConfig.{name} is {getattr(self, name)}: wanted 0 or more")
 
@@ -105,7 +115,9 @@ class Supervisor:
         num_workers: int,
         env: Mapping[str, str] | None = None,
         *,
+        recovery: bool = False,
         config: SupervisorConfig | None = None,
+        on_event: Callable[[Event], None] | None = None,
         start: StartWorker = start_worker,
         write: Callable[[bytes], None] | None = None,
     ) -> None:
@@ -118,6 +130,8 @@ class Supervisor:
         self.env = dict(env or {})
         self.config = config or SupervisorConfig()
         self.token = self.config.token or rendezvous.new_token()
+        self.recovery = recovery
+        self._on_event = on_event or (lambda event: None)
         self._start_process = start
         self._write = write or _write_stderr
         self._workers: dict[int, WorkerProcess] = {}
@@ -125,43 +139,54 @@ class Supervisor:
         self._ended_alone: list[WorkerProcess] = []  # failed before anybody was asked to end
         self._reports: list[ErrorReport] = []
         self._ending: EndingState | None = None
+        self._coordinator: Coordinator | None = None
+        self._slots: dict[int, int] = {}  # worker -> local rank, which a replacement inherits
+        self._free_slots: list[int] = []
+        self._num_respawns = 0
+        self._num_asked = 0  # replacements that members asked for, so far
 
     def run(self) -> int:
         """Runs the job to its end. 0 if every worker ended well, else the code of the first one that did not.
 
         128 + number for a worker or a supervisor ended by a signal. `ConfigError` if the store's port is taken.
         """
-        with SignalWatch() as signals, selectors.DefaultSelector() as selector:
+        with SignalWatch() as signals, selectors.DefaultSelector() as self._selector:
             self._store, self.endpoint = rendezvous.host_store(
                 self.config.listen, self.token, {"num_workers": self.num_workers}
             )
             if signals.wake is not None:
-                selector.register(signals.wake, selectors.EVENT_READ)
+                self._selector.register(signals.wake, selectors.EVENT_READ)
+            if self.recovery:
+                self._coordinator = Coordinator(
+                    self._store, range(self.num_workers), self.config.patience, time.monotonic, self._note_event
+                )
             try:
                 for worker in range(self.num_workers):
-                    self._start(worker, selector)
+                    self._start(worker, local_rank=worker)
                 while self._workers:
-                    self._turn(signals, selector)
+                    self._turn(signals)
             finally:
                 self._kill_rest()
+                self._coordinator = None
                 del self._store
         return self._conclude()
 
-    def _start(self, worker: int, selector: selectors.BaseSelector) -> None:
-        environ = {**os.environ, **self.env, **self._worker_env(worker)}
+    def _start(self, worker: int, local_rank: int) -> None:
+        environ = {**os.environ, **self.env, **self._worker_env(worker, local_rank)}
         process = WorkerProcess(
             worker, self._start_process(self.command, environ), StderrRelay(self._write), time.monotonic()
         )
         self._workers[worker] = process
-        selector.register(process.pidfd, selectors.EVENT_READ)
+        self._slots[worker] = local_rank
+        self._selector.register(process.pidfd, selectors.EVENT_READ)
         if process.stderr_fd >= 0:
-            selector.register(process.stderr_fd, selectors.EVENT_READ)
+            self._selector.register(process.stderr_fd, selectors.EVENT_READ)
 
-    def _worker_env(self, worker: int) -> dict[str, str]:
-        address = rendezvous.JobAddress(self.endpoint, self.token, worker)
+    def _worker_env(self, worker: int, local_rank: int) -> dict[str, str]:
+        address = rendezvous.JobAddress(self.endpoint, self.token, worker, self.recovery)
         return address.to_env() | {
-            "RANK": str(worker),
-            "LOCAL_RANK": str(worker),
+            "RANK": str(local_rank),
+            "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(self.num_workers),
             "LOCAL_WORLD_SIZE": str(self.num_workers),
             "NODE_RANK": "0",
@@ -170,18 +195,19 @@ class Supervisor:
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # else torch's env:// lets rank 0 host a second store on this port
         }
 
-    def _turn(self, signals: SignalWatch, selector: selectors.BaseSelector) -> None:
+    def _turn(self, signals: SignalWatch) -> None:
         """Sleeps until something happens, and deals with all of it."""
-        selector.select(TURN_SECONDS)
+        forming = self._coordinator is not None and self._coordinator.forming
+        self._selector.select(FORMING_SECONDS if forming else TURN_SECONDS)
         now = time.monotonic()
         signals.drain()
         for process in list(self._workers.values()):
             pidfd, stderr_fd = process.pidfd, process.stderr_fd
             if not process.pump(now):
-                _forget(selector, stderr_fd)  # closed by the worker; a readable end of file would spin the loop
+                _forget(self._selector, stderr_fd)  # closed by the worker; a readable end of file would spin the loop
             self._read_reports()
             if process.reap(now) is not None:
-                _forget(selector, pidfd, stderr_fd)
+                _forget(self._selector, pidfd, stderr_fd)
                 self._on_exit(self._workers.pop(process.worker), now)
         while signals.pending:
             self._on_signal(signals.pending.pop(0), now)
@@ -193,6 +219,12 @@ class Supervisor:
         assert process.exit_code is not None
         if process.exit_code == 0:
             process.relay.release()
+            if self._coordinator is not None:
+                self._coordinator.finish(process.worker)
+            return
+        if self._coordinator is not None and self._ending is None and _is_loss(process.exit_code):
+            process.relay.release()
+            self._lose(self._coordinator, process.worker, describe_exit(process.exit_code))
             return
         process.relay.hold(now_seconds)
         code, why = shell_code(process.exit_code), f"worker {process.worker}: {describe_exit(process.exit_code)}"
@@ -204,6 +236,51 @@ class Supervisor:
         elif cause_is_known:
             self._ending.ask_seconds = now_seconds
         self._ended_alone.append(process)
+
+    def _lose(self, coordinator: Coordinator, worker: int, how: str) -> None:
+        """A worker is gone: tells the others, and starts a replacement while there is a budget for it."""
+        if worker in coordinator.fenced:
+            return
+        coordinator.lose({worker: f"worker {worker}: {how}"})
+        self._free_slots.append(self._slots[worker])
+        if coordinator.active and self._num_respawns < self.config.max_respawns:
+            self._respawn(coordinator)
+
+    def _respawn(self, coordinator: Coordinator) -> None:
+        if not self._free_slots:
+            _log.warning("a replacement was asked for, but no worker is missing")
+            return
+        worker = max(self._slots) + 1
+        self._num_respawns += 1
+        self._start(worker, self._free_slots.pop(0))
+        coordinator.expect(worker)
+
+    def _coordinate(self, coordinator: Coordinator) -> None:
+        """One look at the membership: fences whom it gives up, starts whom the members ask for, ends an empty job."""
+        verdict = coordinator.tick()
+        if verdict.write_stacks:
+            self._signal_all(signal.SIGUSR2)
+        for worker, why in verdict.fence.items():
+            _log.error("%s: ending it", why)
+            if worker in self._workers:
+                self._workers[worker].signal(signal.SIGKILL)
+            self._lose(coordinator, worker, why)
+        num_asked = self._store.add("respawn", 0)
+        if num_asked > self._num_asked:
+            self._num_asked += 1
+            self._respawn(coordinator)
+        if coordinator.active or not self._ended:
+            return
+        if any(process.exit_code == 0 for process in self._ended):
+            self._end("all members have ended", 0, signal.SIGTERM, 0.0, told=True)
+        else:
+            self._end(
+                "all workers are lost", shell_code(self._ended[-1].exit_code or 1), signal.SIGTERM, 0.0, told=True
+            )
+
+    def _note_event(self, event: Event) -> None:
+        _log.info("generation %d %s %s %s", event.generation, event.kind, list(event.workers), event.why)
+        self._on_event(event)
 
     def _read_reports(self) -> None:
         """Takes in what workers reported; a reported exception ends the job as soon as its worker has had its say."""
@@ -241,6 +318,8 @@ class Supervisor:
                 held_since = process.relay.held_since
                 if held_since is not None and now_seconds - held_since > HOLD_SECONDS:
                     process.relay.release()
+            if self._coordinator is not None and self._workers:
+                self._coordinate(self._coordinator)
             return
         for process in self._workers.values():
             process.relay.hold(now_seconds)
@@ -276,7 +355,7 @@ class Supervisor:
     def _conclude(self) -> int:
         """Prints what was held back, the cause first, and gives the job's exit code."""
         if self._ending is None:
-            return 0
+            return self._code_of_losses()
         cause = self._cause()
         if cause is not None:
             if not cause.relay.has_traceback:
@@ -293,6 +372,13 @@ class Supervisor:
             process.relay.release()
         return self._ending.exit_code
 
+    def _code_of_losses(self) -> int:
+        """Without a failure: 0, unless every worker was lost."""
+        if not self._ended or any(process.exit_code == 0 for process in self._ended):
+            return 0
+        self._write(f"[supervisor] all {len(self._ended)} workers are lost.\n".encode())
+        return shell_code(self._ended[-1].exit_code or 1)
+
     def _cause(self) -> WorkerProcess | None:
         """The worker whose failure came first: reported, else with a traceback of its own, else killed, else first."""
         for report in self._reports:
@@ -305,6 +391,10 @@ class Supervisor:
             return min(own, key=lambda process: process.relay.held_since or 0.0)
         killed = [process for process in failed if process.exit_code is not None and process.exit_code < 0]
         return next(iter(killed or failed), None)
+
+
+def _is_loss(exit_code: int) -> bool:
+    return exit_code < 0 or exit_code == rendezvous.EXIT_LOST
 
 
 def _forget(selector: selectors.BaseSelector, *fds: int) -> None:

@@ -1,0 +1,234 @@
+"""Who is a member: the supervisor's side of the membership, as a state machine over the store. No process, no torch group.
+
+    forming N --all live workers have joined--> standing N --a loss, or newcomers at a step boundary--> forming N+1
+        \\--a loss------------------------------------------------------------------------------------/
+
+Keys (JSON, below the job's token): generation; join/N/W, joined/N; world/N; ended/N/W; heartbeat/W; regroup/N,
+regrouping/N; suspect/N. Clock and store are injected; who is killed is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.rendezvous import delete_below, get_json, peek_json, put_json
+
+UNWATCHED_PHASES = frozenset({"start", "compile", "evaluate", "save"})
+"""Phases of `Member.progress` in which nothing can be said about how long they take: the progress clock stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """When a worker that lives is taken for lost.
+
+    hang_seconds: without any sign of life (a stopped process; a thread that holds the GIL as long looks the same).
+    progress_seconds: without the main thread reaching a new phase; None: not watched.
+    join_seconds: for a survivor to come to the next generation; more than the longest stretch of pure computing.
+    start_seconds: for a new worker to come at all: imports, data, model.
+    """
+
+    hang_seconds: float = 10.0
+    progress_seconds: float | None = None
+    join_seconds: float = 60.0
+    start_seconds: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name in ("hang_seconds", "progress_seconds", "join_seconds", "start_seconds"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"Patience.{name} is {value}: wanted more than 0 seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened to the membership; `seconds` is the coordinator's clock."""
+
+    kind: str
+    generation: int
+    seconds: float
+    workers: tuple[int, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the caller shall do now: end the workers in `fence` (worker -> why), have all write their stacks first."""
+
+    fence: Mapping[int, str]
+    write_stacks: bool = False
+
+
+@dataclass(slots=True)
+class LifeSignState:
+    """The last that was heard of a worker, by our clock: clocks of other machines are not compared."""
+
+    beats: int = -1
+    beat_seconds: float = 0.0
+    progress: tuple[int, str] = (-1, "start")
+    progress_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """The membership of one job. `workers` are the ids that the first generation waits for."""
+
+    store: dist.Store
+    workers: Collection[int]
+    patience: Patience
+    clock: Callable[[], float]
+    on_event: Callable[[Event], None]
+    generation: int = 1
+    forming: bool = True
+    active: set[int] = field(default_factory=set)
+    pending: set[int] = field(default_factory=set)
+    fenced: dict[int, str] = field(default_factory=dict)
+    _members: tuple[int, ...] = ()
+    _left: set[int] = field(default_factory=set)
+    _signs: dict[int, LifeSignState] = field(default_factory=dict)
+    _forming_since: float = 0.0
+    _newcomers_since: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.active = set(self.workers)
+        self._forming_since = self.clock()
+        put_json(self.store, "generation", self.generation)
+
+    def expect(self, worker: int) -> None:
+        """A new worker has been started; it is taken in when it has joined, at a step boundary of the others."""
+        self.pending.add(worker)
+        self._newcomers_since[worker] = self.clock()
+
+    def finish(self, worker: int) -> None:
+        """A worker has ended well: no loss, unless the others still wait for it (see `tick`)."""
+        self._forget(worker)
+        if worker in self._members:
+            self._left.add(worker)
+
+    def lose(self, losses: Mapping[int, str]) -> None:
+        """Workers are gone or given up (worker -> why). Breaks the generation if any of them was needed for it."""
+        needed = self.active & losses.keys()
+        for worker, why in losses.items():
+            self.fenced[worker] = why
+            self._forget(worker)
+        if needed:
+            self._break(tuple(sorted(needed)), "; ".join(losses[worker] for worker in sorted(needed)))
+
+    def tick(self) -> Verdict:
+        """Looks at the store and the clock. Call it often: it is what moves a generation from forming to standing."""
+        now = self.clock()
+        fence = self._silent(now)
+        stuck = ""
+        if self.forming:
+            fence |= self._late(now)
+            self._form(now)
+        else:
+            self._call_newcomers()
+            if self.store.check([f"regrouping/{self.generation}"]):
+                self._open_next(now, {"broken": False})
+            elif self._left and self.store.check([f"suspect/{self.generation}"]):
+                self._break((), f"workers {sorted(self._left)} ended while others still needed them")
+            else:
+                stuck = self._stuck(now)
+        if stuck:
+            self._break((), stuck)
+        return Verdict(fence, write_stacks=bool(stuck))
+
+    def _forget(self, worker: int) -> None:
+        self.active.discard(worker)
+        self.pending.discard(worker)
+        self._signs.pop(worker, None)
+        self._newcomers_since.pop(worker, None)
+
+    def _break(self, workers: tuple[int, ...], why: str) -> None:
+        broken = self.generation
+        if self.forming:
+            self._publish((), ())
+        now = self.clock()
+        self._open_next(now, {"broken": True, "workers": workers, "why": why})
+        self.on_event(Event("broken", broken, now, workers, why))
+
+    def _open_next(self, now_seconds: float, end: Mapping[str, object]) -> None:
+        ended = self.generation
+        self.generation += 1
+        self.forming = True
+        self._forming_since = now_seconds
+        put_json(self.store, "generation", self.generation)
+        for worker in self._members:
+            put_json(self.store, f"ended/{ended}/{worker}", end)
+
+    def _delete_old_keys(self) -> None:
+        """Two generations back nobody reads any more: a worker that slept that long has been given up."""
+        for kind in ("join", "joined", "world", "ended", "regroup", "regrouping", "suspect", "vote", "groups"):
+            delete_below(self.store, f"{kind}/{self.generation - 2}")
+
+    def _joined(self) -> set[int]:
+        offers = {worker: f"join/{self.generation}/{worker}" for worker in self.active | self.pending}
+        return {worker for worker, key in offers.items() if self.store.check([key])}
+
+    def _form(self, now_seconds: float) -> None:
+        if not self.active or not self.store.check([f"joined/{self.generation}"]):
+            return
+        joined = self._joined()
+        if not self.active <= joined:
+            return
+        survivors = sorted(joined & set(self._members))
+        members = (*survivors, *sorted(joined - set(survivors)))
+        infos = tuple(get_json(self.store, f"join/{self.generation}/{worker}") for worker in members)
+        self.active |= joined
+        self.pending -= joined
+        self._members, self._left, self.forming = members, set(), False
+        for sign in self._signs.values():
+            sign.progress_seconds = now_seconds
+        self._publish(members, infos)
+        self.on_event(Event("formed", self.generation, now_seconds, members))
+        self._delete_old_keys()
+
+    def _publish(self, members: tuple[int, ...], infos: tuple[object, ...]) -> None:
+        world = {"members": members, "infos": infos, "fenced": self.fenced}
+        put_json(self.store, f"world/{self.generation}", world)
+
+    def _call_newcomers(self) -> None:
+        """Asks the members to re-form after their next commit, once a newcomer waits at the door."""
+        if not self.pending or self.store.check([f"regroup/{self.generation}"]):
+            return
+        if any(self.store.check([f"join/{self.generation + 1}/{worker}"]) for worker in self.pending):
+            put_json(self.store, f"regroup/{self.generation}", True)
+
+    def _silent(self, now_seconds: float) -> dict[int, str]:
+        """Workers without a sign of life for too long. Before its first sign a worker is starting."""
+        silent = {}
+        for worker in self.active | self.pending:
+            sign = self._signs.setdefault(worker, LifeSignState())
+            heard = peek_json(self.store, f"heartbeat/{worker}")
+            if heard is None:
+                continue
+            if heard["beats"] != sign.beats:
+                sign.beats, sign.beat_seconds = heard["beats"], now_seconds
+            if (heard["progress"], heard["phase"]) != sign.progress:
+                sign.progress, sign.progress_seconds = (heard["progress"], heard["phase"]), now_seconds
+            if now_seconds - sign.beat_seconds > self.patience.hang_seconds:
+                silent[worker] = f"worker {worker} gave no sign of life for {now_seconds - sign.beat_seconds:.1f} s"
+        return silent
+
+    def _late(self, now_seconds: float) -> dict[int, str]:
+        """Live workers that should have joined by now."""
+        limit = self.patience.join_seconds if self._members else self.patience.start_seconds
+        if now_seconds - self._forming_since <= limit:
+            return {}
+        missing = self.active - self._joined()
+        return {w: f"worker {w} did not come to generation {self.generation} within {limit:g} s" for w in missing}
+
+    def _stuck(self, now_seconds: float) -> str:
+        """Why the generation is broken although all live: nobody's main thread gets on. Empty if all is well."""
+        limit = self.patience.progress_seconds
+        signs = [self._signs[worker] for worker in self.active if worker in self._signs]
+        if limit is None or not signs or any(sign.progress[1] in UNWATCHED_PHASES for sign in signs):
+            return ""
+        if min(now_seconds - sign.progress_seconds for sign in signs) <= limit:
+            return ""
+        phases = ", ".join(f"{worker}: {self._signs[worker].progress[1]}" for worker in sorted(self.active))
+        return f"no worker has got on for {limit:g} s (phases: {phases})"

@@ -1,0 +1,389 @@
+"""A worker's side of the membership: who is in, how everybody is freed when somebody is lost, and the vote on a step.
+
+    supervisor (coordinator.py)      worker (this file)
+    generation N broken  --store-->  watcher thread: cut sockets, abort groups, abort an open vote
+                                     main thread:    the blocked call raises -> confirm_loss -> join
+    members of N+1       --store-->  join: groups of generation N+1 stand
+
+One generation is one life of the process groups. The main thread works; a thread waits for bad news and another sends the
+heartbeat, each on a connection of its own. No collective is needed for any of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ntp.errors import ConfigError, PlanMismatchError, RankLostError
+from lightning_ntp.strategy import _torch_private, rendezvous
+from lightning_ntp.strategy.sockets import GroupSockets
+from lightning_ntp.testing import FaultScript
+
+_log = logging.getLogger(__name__)
+
+
+_TRANSPORT_WORDS = ("connection", "gloo", "nccl", "socket", "timed out", "broken pipe")
+
+
+class GenerationBrokenError(RankLostError):
+    """The generation that this call belongs to has lost a member. Call `Member.join` outside of the ``except`` block."""
+
+
+class FencedError(RankLostError):
+    """The others have gone on without this worker. It must end; what it holds may be old."""
+
+
+class Outcome(StrEnum):
+    """What all members do with a step."""
+
+    COMMIT = "commit"
+    SKIP = "skip"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Result of a vote, equal on all members. regroup: after acting on it everybody calls `Member.join` again."""
+
+    outcome: Outcome
+    regroup: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MemberConfig:
+    """Times of a member.
+
+    heartbeat_seconds: between two signs of life.
+    group_timeout_seconds: of the process groups; only a last resort, the watcher frees blocked calls much earlier.
+    confirm_seconds: how long the supervisor may take to confirm that a failed collective means a lost peer.
+    """
+
+    backend: str = "gloo"
+    heartbeat_seconds: float = 0.25
+    group_timeout_seconds: float = 1800.0
+    confirm_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_seconds", "group_timeout_seconds", "confirm_seconds"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"MemberConfig.{name} is {getattr(self, name)}: wanted more than 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Who is in, in the order of global ranks, and what each said when it joined. Survivors come before newcomers."""
+
+    number: int
+    worker: int
+    members: tuple[int, ...]
+    infos: tuple[Any, ...]
+    agree_seconds: float
+    connect_seconds: float
+
+    @property
+    def global_rank(self) -> int:
+        return self.members.index(self.worker)
+
+    @property
+    def num_members(self) -> int:
+        return len(self.members)
+
+    @property
+    def leader(self) -> int:
+        """The lowest live worker."""
+        return min(self.members)
+
+
+class Member:
+    """This process as a member of its job. Used by the main thread; at most one per process.
+
+    `generation` is None before the first `join`. `groups` notes the connections of process groups: make every further
+    group inside ``with member.groups:``, else a loss cannot free a call that waits on it.
+    """
+
+    def __init__(
+        self,
+        address: rendezvous.JobAddress,
+        config: MemberConfig | None = None,
+        *,
+        device: torch.device | None = None,
+        faults: FaultScript | None = None,
+        exit_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.worker = address.worker
+        self.config = config or MemberConfig()
+        self.device = device
+        self.faults = faults or FaultScript()
+        self.generation: Generation | None = None
+        self.groups = GroupSockets()
+        self.broken_at_seconds: float | None = None  # time.monotonic() at which the loss was heard of
+        self._exit_process = exit_process
+        # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+        self._store = rendezvous.connect_store(address.endpoint, address.token)
+        self._watch_store = rendezvous.own_connection(self._store)
+        self._beat_store = rendezvous.own_connection(self._store)
+        self._lock = threading.RLock()
+        self._broken = threading.Event()
+        self._closed = threading.Event()
+        self._number = 0  # of the current generation
+        self._standing = threading.Condition(self._lock)
+        self._open_vote: str | None = None
+        self._vote_keys: tuple[str, ...] = ()
+        self._regroup_wanted = False
+        self._progress = 0
+        self._phase = "start"
+        self._threads = [
+            threading.Thread(target=self._until_supervisor_is_gone, args=(body,), name=f"ntp-{name}", daemon=True)
+            for name, body in (("watch", self._watch), ("heartbeat", self._beat))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    # The other threads.
+
+    def _until_supervisor_is_gone(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except dist.DistNetworkError:
+            if not self._closed.is_set():
+                # Nobody is left who could form a new generation, and nobody must outlive the job.
+                self._exit_process(rendezvous.EXIT_NO_SUPERVISOR)
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self._closed.wait(self.config.heartbeat_seconds if beats else 0.0):
+            beats += 1
+            sign = {"beats": beats, "progress": self._progress, "phase": self._phase}
+            rendezvous.put_json(self._beat_store, f"heartbeat/{self.worker}", sign)
+            self._beat_store.check(["job"])  # a write to a dead server goes unnoticed, a question does not
+
+    def _watch(self) -> None:
+        """Waits for the end of each generation. The server pushes it: no polling, and no timeouts, which torch logs."""
+        seen = 0
+        while True:
+            with self._standing:
+                while self._number == seen and not self._closed.is_set():
+                    self._standing.wait()
+                seen = self._number
+            if self._closed.is_set():
+                return
+            if rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")["broken"]:
+                self._break(seen)
+
+    def _break(self, number: int) -> None:
+        """Frees the main thread, wherever it waits: for a decision, in a collective, or while groups are made."""
+        with self._lock:
+            if number != self._number or self._broken.is_set():
+                return
+            self.broken_at_seconds = time.monotonic()
+            self._broken.set()
+            if self._open_vote is not None:
+                _decide(self._watch_store, self._open_vote, {"outcome": Outcome.ABORT})
+            if self.config.backend == "nccl":
+                _torch_private.abort_groups()
+            self.groups.cut()
+
+    # Joining.
+
+    def join(self, info: Any = None) -> Generation:
+        """Leaves the current generation and returns when the groups of a new one stand. All survivors.
+
+        `info` (JSON) is what the others shall know: the last complete step, for instance. Starts over if a member is
+        lost meanwhile. `FencedError` if the others have given this worker up.
+        """
+        if self._regroup_wanted:
+            self._store.add(f"regrouping/{self._number}", 1)
+            self._regroup_wanted = False
+        while True:
+            began = time.monotonic()
+            self._teardown()
+            number, world = self._agree_on_members(info)
+            agreed = time.monotonic()
+            self.faults.fire(self.worker, None, "connect")
+            try:
+                self._connect(number, world)
+            except (RuntimeError, dist.DistError) as error:
+                if not self.confirm_loss(error):
+                    raise
+                continue
+            self.generation = Generation(
+                number=number,
+                worker=self.worker,
+                members=tuple(world["members"]),
+                infos=tuple(world["infos"]),
+                agree_seconds=agreed - began,
+                connect_seconds=time.monotonic() - agreed,
+            )
+            return self.generation
+
+    def _agree_on_members(self, info: Any) -> tuple[int, dict[str, Any]]:
+        """Offers itself for the next generation until one is formed with it."""
+        last = self._number
+        self.faults.fire(self.worker, None, "join")
+        while True:
+            number = max(last + 1, int(rendezvous.get_json(self._store, "generation")))
+            rendezvous.put_json(self._store, f"join/{number}/{self.worker}", info)
+            self._store.add(f"joined/{number}", 1)
+            world = rendezvous.get_json(self._store, f"world/{number}")
+            if self.worker in world["members"]:
+                return number, world
+            if str(self.worker) in world["fenced"]:
+                raise FencedError(f"worker {self.worker} was given up: {world['fenced'][str(self.worker)]}")
+            last = number  # broken while it formed, or formed before this newcomer was heard
+
+    def _connect(self, number: int, world: dict[str, Any]) -> None:
+        """Makes the default group of a generation, over connections that `_break` can cut."""
+        rank, num_members = world["members"].index(self.worker), len(world["members"])
+        with self._lock:
+            self.groups = GroupSockets()
+            self._broken.clear()
+            self._number = number
+            self._standing.notify_all()
+        with self.groups:
+            # A connection of its own, so that the cut also frees a rendezvous that waits for a dead peer.
+            store = dist.PrefixStore(f"groups/{number}", rendezvous.own_connection(self._store))
+            dist.init_process_group(
+                self.config.backend,
+                store=store,
+                rank=rank,
+                world_size=num_members,
+                timeout=timedelta(seconds=self.config.group_timeout_seconds),
+                device_id=self.device,
+            )
+            # Everybody is connected: from here on a missing member shows as a loss, not as a slow start.
+            if store.add("connected", 1) == num_members:
+                store.set("all_connected", "1")
+            store.wait(["all_connected"])
+
+    def _teardown(self) -> None:
+        """Ends the groups of the current generation, working or not."""
+        with self._lock:
+            self.generation = None
+            self._vote_keys = ()
+        if dist.is_initialized():
+            try:
+                _torch_private.end_groups(self.config.backend)
+            except RuntimeError as error:
+                _log.debug("groups of generation %d did not end cleanly: %s", self._number, error)
+
+    # Working.
+
+    def check(self) -> None:
+        """`GenerationBrokenError` if a member of this generation is lost. Local."""
+        if self._broken.is_set():
+            raise GenerationBrokenError(f"generation {self._number} has lost a member")
+
+    def progress(self, phase: str) -> None:
+        """Tells the supervisor, with the next heartbeat, that the main thread has reached `phase`. Local."""
+        self._progress += 1
+        self._phase = phase
+
+    def confirm_loss(self, error: BaseException) -> bool:
+        """Whether `error` means that a peer is gone, so that the caller should `join`. If not, it is a bug: raise it.
+
+        A rank that merely left out a call looks like a dead peer to the others; only the supervisor knows who lives.
+        """
+        if isinstance(error, FencedError):
+            return False
+        if isinstance(error, RankLostError) or self._broken.is_set():
+            return True
+        if not isinstance(error, RuntimeError):  # gloo raises plain RuntimeError, dist.DistError is one too
+            return False
+        self._store.add(f"suspect/{self._number}", 1)
+        in_doubt = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _TRANSPORT_WORDS)
+        return self._broken.wait(self.config.confirm_seconds if in_doubt else min(0.5, self.config.confirm_seconds))
+
+    def agree(self, step: int, attempt: int = 0, ballot: Outcome = Outcome.COMMIT) -> Decision:
+        """The vote on a step: one atomic decision that all members read. No collective. All members.
+
+        COMMIT or SKIP once every member has cast this ballot; else `GenerationBrokenError` on all survivors alike, and
+        nobody may act on the step. `PlanMismatchError` if ballots differ.
+        """
+        generation = self._current()
+        vote = f"vote/{generation.number}/{step}/{attempt}"
+        self.faults.fire(self.worker, step, "vote")
+        with self._lock:
+            self.check()
+            self._open_vote = f"{vote}/decision"
+        try:
+            self._cast(vote, step, generation, ballot)
+            decision = rendezvous.get_json(self._store, f"{vote}/decision")
+        finally:
+            with self._lock:
+                self._open_vote = None
+        self._forget_votes(generation, vote)
+        if decision["outcome"] == Outcome.ABORT:
+            self._broken.wait()  # the abort may have been read before this worker's own watcher got the news
+            raise GenerationBrokenError(
+                f"generation {generation.number} has lost a member before step {step} was decided"
+            )
+        if decision["outcome"] == "mismatch":
+            raise PlanMismatchError(f"step {step}: some members voted to commit, others to skip; nothing was updated")
+        self._regroup_wanted = bool(decision["regroup"])
+        return Decision(Outcome(decision["outcome"]), self._regroup_wanted)
+
+    def _cast(self, vote: str, step: int, generation: Generation, ballot: Outcome) -> None:
+        if ballot is Outcome.SKIP:
+            self._store.add(f"{vote}/skips", 1)
+        if self._store.add(vote, 1) < generation.num_members:
+            return
+        self.faults.fire(self.worker, step, "decide")
+        num_skips = self._store.add(f"{vote}/skips", 0)
+        outcome = {0: str(Outcome.COMMIT), generation.num_members: str(Outcome.SKIP)}.get(num_skips, "mismatch")
+        regroup = self._store.check([f"regroup/{generation.number}"])
+        _decide(self._store, f"{vote}/decision", {"outcome": outcome, "regroup": regroup})
+
+    def _forget_votes(self, generation: Generation, vote: str) -> None:
+        """The leader deletes the vote before this one: whoever voted now has read that decision."""
+        if self.worker == generation.leader:
+            for key in self._vote_keys:
+                self._store.delete_key(key)
+        self._vote_keys = (vote, f"{vote}/skips", f"{vote}/decision")
+
+    def request_worker(self) -> None:
+        """Asks the supervisor to start one more worker; it is taken in at a step boundary. Call it on one member."""
+        self._store.add("respawn", 1)
+
+    def report_error(self, error: BaseException) -> None:
+        """Ends the job with this exception of user code as its cause."""
+        rendezvous.report_error(self._store, self.worker, error)
+
+    def close(self) -> None:
+        """Ends the groups and the threads. Also called when the interpreter exits: a thread inside torch would abort it."""
+        if self._closed.is_set():
+            return
+        atexit.unregister(self.close)
+        with self._standing:
+            self._closed.set()
+            self._standing.notify_all()
+        with contextlib.suppress(dist.DistNetworkError):  # the supervisor is gone, and with it the wait of the watcher
+            rendezvous.put_json(self._store, f"ended/{self._number}/{self.worker}", {"broken": False})
+        self._teardown()
+        for thread in self._threads:
+            thread.join(2 * self.config.heartbeat_seconds + 5.0)
+
+    def _current(self) -> Generation:
+        if self.generation is None:
+            raise GenerationBrokenError("no generation: call Member.join first")
+        return self.generation
+
+
+def _decide(store: dist.Store, key: str, decision: dict[str, Any]) -> None:
+    """Writes the decision unless there is one: the first one stands, for everybody."""
+    store.compare_set(key, "", rendezvous.to_json(decision))

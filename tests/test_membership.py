@@ -1,0 +1,516 @@
+"""Losing workers without Lightning: who notices, who is freed, who agrees on what, and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_ntp.errors import ConfigError, PlanMismatchError
+from lightning_ntp.strategy import rendezvous
+from lightning_ntp.strategy.coordinator import Coordinator, Event, Patience
+from lightning_ntp.strategy.membership import (
+    Decision,
+    FencedError,
+    GenerationBrokenError,
+    Member,
+    MemberConfig,
+    Outcome,
+)
+from lightning_ntp.strategy.sockets import GroupSockets
+from lightning_ntp.testing import Fault, FaultScript, InjectedFault
+from tests.forked import ForkedJob, Log
+
+NUM_STEPS = 6
+COLLECTIVES = 12
+"""Per step: enough that a kill after a few milliseconds strikes inside of them."""
+
+
+def train(address: rendezvous.JobAddress, log: Log) -> None:
+    """A training loop in miniature: all-reduces, vote, update; after a loss the same step again."""
+    faults = FaultScript.from_env(os.environ)
+    torch.set_num_threads(1)
+    with_slow_voter = "slow-voter" in os.environ.get("NTP_TEST", "")
+    member = Member(address, MemberConfig(heartbeat_seconds=0.1, group_timeout_seconds=60), faults=faults)
+    step = _enter(member, -1 if address.worker > 3 else 0, log)
+    attempt = 0
+    while step < NUM_STEPS:
+        decision, error = None, None
+        try:
+            decision = _step(member, faults, step, attempt, with_slow_voter)
+        except Exception as caught:
+            if not member.confirm_loss(caught):
+                member.report_error(caught)
+                raise
+            error = type(caught).__name__
+        if decision is not None:
+            log(committed=step)
+            step, attempt = step + 1, 0
+            faults.fire(address.worker, step - 1, "after_commit")
+            if not decision.regroup:
+                continue
+        else:
+            log(lost=step, error=error, freed=member.broken_at_seconds)
+            faults.fire(address.worker, step, "broken")
+            attempt += 1
+        step = _enter(member, step, log)
+    member.close()
+
+
+def _enter(member: Member, step: int, log: Log) -> int:
+    generation = member.join({"step": step})
+    steps = {info["step"] for info in generation.infos} - {-1}
+    log(
+        joined=generation.number,
+        members=generation.members,
+        steps=sorted(steps),
+        rank=dist.get_rank(),
+        fds=len(os.listdir("/proc/self/fd")),
+        threads=len(os.listdir("/proc/self/task")),
+    )
+    return max(steps)
+
+
+def _step(member: Member, faults: FaultScript, step: int, attempt: int, with_slow_voter: bool) -> Decision:
+    member.progress("step")
+    generation = member.generation
+    assert generation is not None
+    faults.fire(member.worker, step, "sync")
+    for _ in range(COLLECTIVES):
+        total = torch.full((50_000,), float(member.worker))
+        dist.all_reduce(total)
+        if total[-1].item() != sum(generation.members):
+            raise AssertionError(f"all_reduce over {generation.members} gave {total[-1].item()}")
+    if with_slow_voter and member.worker == 1:
+        time.sleep(0.3)
+    return member.agree(step, attempt)
+
+
+def check_survivors(job: ForkedJob, survivors: set[int], num_steps: int = NUM_STEPS) -> None:
+    """Each survivor has committed each step once and in order; whenever they met, they were at the same step."""
+    for worker in survivors:
+        committed = [line["committed"] for line in job.lines if "committed" in line and line["worker"] == worker]
+        assert committed == list(range(num_steps)), f"worker {worker}"
+    assert all(len(line["steps"]) == 1 for line in job.lines if "joined" in line)
+    assert job.worlds()[-1] == tuple(sorted(survivors))
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_three_of_four_go_on_when_one_is_killed_in_an_all_reduce(victim: int, tmp_path: Path) -> None:
+    job = ForkedJob(train, 4, tmp_path, faults=FaultScript(Fault("kill", victim, "sync", 3, delay_seconds=0.004)))
+    assert job.run() == 0
+    check_survivors(job, {0, 1, 2, 3} - {victim})
+    broken = next(event for event in job.events if event.kind == "broken")
+    assert broken.workers == (victim,) and broken.why == f"worker {victim}: killed by SIGKILL"
+    freed = [line["freed"] - broken.seconds for line in job.lines if "lost" in line]
+    assert len(freed) == 3 and max(freed) < 1.0
+
+
+def test_a_stopped_worker_is_fenced(tmp_path: Path) -> None:
+    job = ForkedJob(
+        train,
+        4,
+        tmp_path,
+        faults=FaultScript(Fault("stop", 1, "sync", 2)),
+        patience=Patience(hang_seconds=1.5, join_seconds=30.0),
+    )
+    assert job.run() == 0
+    check_survivors(job, {0, 2, 3})
+    broken = next(event for event in job.events if event.kind == "broken")
+    assert broken.workers == (1,) and "gave no sign of life for" in broken.why
+    assert not Path(f"/proc/{job.pids[1]}").exists()
+
+
+@pytest.mark.parametrize(("phase", "expected"), [("vote", 2), ("decide", 2), ("after_commit", 3)])
+def test_survivors_agree_whenever_the_last_voter_dies(
+    phase: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 votes last: it dies before its vote, between the last vote and the decision, or after the decision."""
+    monkeypatch.setenv("NTP_TEST", "slow-voter")
+    job = ForkedJob(train, 4, tmp_path, faults=FaultScript(Fault("kill", 1, phase, 2)))
+    assert job.run() == 0
+    check_survivors(job, {0, 2, 3})
+    met = [line["steps"] for line in job.lines if line.get("joined") == 2]
+    assert met == [[expected]] * 3
+
+
+def test_two_losses_the_second_during_the_recovery_of_the_first(tmp_path: Path) -> None:
+    faults = FaultScript(Fault("kill", 3, "sync", 2, delay_seconds=0.004), Fault("kill", 0, "broken", 2))
+    job = ForkedJob(train, 4, tmp_path, faults=faults)
+    assert job.run() == 0
+    check_survivors(job, {1, 2})
+
+
+def test_a_loss_while_the_first_groups_are_made(tmp_path: Path) -> None:
+    """The others wait in gloo's own rendezvous for the worker that never comes."""
+    job = ForkedJob(train, 4, tmp_path, faults=FaultScript(Fault("kill", 2, "connect")))
+    assert job.run() == 0
+    check_survivors(job, {0, 1, 3})
+
+
+def test_all_lost(tmp_path: Path) -> None:
+    faults = FaultScript(*(Fault("kill", worker, "after_commit", 1) for worker in range(2)))
+    job = ForkedJob(train, 2, tmp_path, faults=faults)
+    assert job.run() == 128 + signal.SIGKILL
+    assert b"all 2 workers are lost" in job.printed
+
+
+def test_a_user_exception_is_no_loss(tmp_path: Path) -> None:
+    job = ForkedJob(train, 4, tmp_path, faults=FaultScript(Fault("raise", 1, "sync", 2)))
+    assert job.run() == 1
+    text = job.printed.decode()
+    first = text[: text.index("[supervisor]")]
+    assert first.startswith("Traceback") and "InjectedFault: injected into worker 1 at step 2, phase sync" in first
+    assert "worker 1: exit code 1; the job of 4 workers has ended" in text
+    assert job.wall_seconds < 10
+    assert not any(Path(f"/proc/{pid}").exists() for pid in job.pids.values())
+    assert [event.kind for event in job.events] == ["formed"]
+
+
+def test_replacements_are_taken_in_and_nothing_grows(tmp_path: Path) -> None:
+    """Workers 3, 4, 5, 6 die one after the other; each time a fresh one enters at a step boundary. Worker 0 sees it all."""
+    faults = FaultScript(*(Fault("kill", worker, "sync", step) for worker, step in [(3, 0), (4, 2), (5, 3), (6, 4)]))
+    job = ForkedJob(train_until_seven, 4, tmp_path, faults=faults, max_respawns=4)
+    assert job.run() == 0
+    assert job.worlds()[-1] == (0, 1, 2, 7)
+    assert (0, 1, 2, 4) in job.worlds()
+    mine = [line for line in job.lines if line["worker"] == 0 and "joined" in line and len(line["members"]) == 4]
+    assert len(mine) == 5
+    assert {line["fds"] for line in mine[1:]} == {mine[1]["fds"]}
+    assert {line["threads"] for line in mine[1:]} == {mine[1]["threads"]}
+
+
+def train_until_seven(address: rendezvous.JobAddress, log: Log) -> None:
+    """Like `train`, but a step is only taken with four members, so that every replacement is met; ends with worker 7."""
+    faults = FaultScript.from_env(os.environ)
+    member = Member(address, MemberConfig(heartbeat_seconds=0.1, group_timeout_seconds=60))
+    _enter(member, 0, log)
+    step = 0
+    while True:
+        generation, decision = member.generation, None
+        assert generation is not None
+        try:
+            if generation.num_members == 4 and generation.members[-1] < 7:
+                faults = FaultScript(*(f for f in faults.faults if f.worker == member.worker))
+                for fault in faults.faults:
+                    faults.fire(member.worker, fault.step, "sync")
+            dist.all_reduce(torch.ones(10))
+            decision = member.agree(step)
+        except Exception as caught:
+            if not member.confirm_loss(caught):
+                raise
+        if decision is None or decision.regroup:
+            step = 0
+            _enter(member, 0, log)
+            continue
+        step += 1
+        if generation.members[-1] == 7:
+            return member.close()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def hosted() -> Iterator[tuple[dist.Store, rendezvous.JobAddress]]:
+    """A job's store in this process, and the address of its worker 0."""
+    store, endpoint = rendezvous.host_store(rendezvous.LOOPBACK, "token-of-the-test", {})
+    yield store, rendezvous.JobAddress(endpoint, "token-of-the-test", 0, recovery=True)
+
+
+class Bench:
+    """A coordinator with a clock that the test turns."""
+
+    def __init__(self, store: dist.Store, num_workers: int, patience: Patience | None = None) -> None:
+        self.now = 100.0
+        self.store = store
+        self.events: list[Event] = []
+        self.coordinator = Coordinator(
+            store, range(num_workers), patience or Patience(), lambda: self.now, self.events.append
+        )
+
+    def join(self, *workers: int, generation: int | None = None) -> None:
+        number = generation or self.coordinator.generation
+        for worker in workers:
+            rendezvous.put_json(self.store, f"join/{number}/{worker}", worker * 10)
+            self.store.add(f"joined/{number}", 1)
+
+    def beat(self, worker: int, beats: int, progress: int = 0, phase: str = "step") -> None:
+        sign = {"beats": beats, "progress": progress, "phase": phase}
+        rendezvous.put_json(self.store, f"heartbeat/{worker}", sign)
+
+    def world(self, number: int) -> list[int] | None:
+        found = rendezvous.peek_json(self.store, f"world/{number}")
+        return None if found is None else found["members"]
+
+
+def test_coordinator_forms_with_all_and_keeps_survivors_first(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 3)
+    bench.join(0, 2)
+    bench.coordinator.tick()
+    assert bench.world(1) is None
+    bench.join(1)
+    bench.coordinator.tick()
+    assert bench.world(1) == [0, 1, 2]
+    bench.coordinator.lose({0: "gone"})
+    assert rendezvous.peek_json(bench.store, "ended/1/2") == {"broken": True, "workers": [0], "why": "gone"}
+    bench.coordinator.expect(3)
+    bench.join(1, 2, 3)
+    bench.coordinator.tick()
+    assert bench.world(2) == [1, 2, 3]
+    assert rendezvous.peek_json(bench.store, "world/2")["infos"] == [10, 20, 30]
+    assert rendezvous.peek_json(bench.store, "world/2")["fenced"] == {"0": "gone"}
+
+
+def test_coordinator_loss_while_forming_answers_those_who_wait(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 2)
+    bench.join(0)
+    bench.coordinator.lose({1: "gone"})
+    assert bench.world(1) == [] and bench.coordinator.generation == 2
+    bench.join(0)
+    bench.coordinator.tick()
+    assert bench.world(2) == [0]
+
+
+def test_coordinator_calls_members_together_for_a_newcomer(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 2)
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    bench.coordinator.expect(2)
+    bench.coordinator.tick()
+    assert not bench.store.check(["regroup/1"])
+    bench.join(2, generation=2)
+    bench.coordinator.tick()
+    assert bench.store.check(["regroup/1"]) and not bench.coordinator.forming
+    bench.store.add("regrouping/1", 1)
+    bench.coordinator.tick()
+    assert bench.coordinator.forming and bench.coordinator.generation == 2
+
+
+def test_coordinator_silence_lateness_and_standstill(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 2, Patience(hang_seconds=5, progress_seconds=20, join_seconds=10, start_seconds=50))
+    bench.now += 45
+    assert bench.coordinator.tick().fence == {}
+    bench.join(0)
+    bench.now += 10
+    assert bench.coordinator.tick().fence == {1: "worker 1 did not come to generation 1 within 50 s"}
+    bench.join(1)
+    bench.coordinator.tick()
+    for second in range(20):
+        bench.now += 1
+        bench.beat(0, second)
+        bench.beat(1, min(second, 12))
+        bench.coordinator.tick()
+    assert bench.coordinator.tick().fence == {1: "worker 1 gave no sign of life for 7.0 s"}
+    bench.coordinator.lose({1: "silent"})
+    bench.join(0)
+    bench.coordinator.tick()
+    for second in range(20, 41):
+        bench.now += 1
+        bench.beat(0, second, phase="compile")
+        assert not bench.coordinator.tick().write_stacks
+    for second in range(41, 62):
+        bench.now += 1
+        bench.beat(0, second, progress=1)
+        assert not bench.coordinator.tick().write_stacks
+    bench.now += 1
+    bench.beat(0, 62, progress=1)
+    assert bench.coordinator.tick().write_stacks
+    assert bench.events[-1].why == "no worker has got on for 20 s (phases: 0: step)"
+
+
+def test_coordinator_a_member_that_ended_well_is_missed_only_if_others_need_it(
+    hosted: tuple[dist.Store, object],
+) -> None:
+    bench = Bench(hosted[0], 2)
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    bench.coordinator.finish(1)
+    bench.coordinator.tick()
+    assert not bench.coordinator.forming
+    bench.store.add("suspect/1", 1)
+    bench.coordinator.tick()
+    assert bench.events[-1].why == "workers [1] ended while others still needed them"
+
+
+def test_coordinator_deletes_what_nobody_reads_any_more(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 8)
+    counts = []
+    for victim in range(7):
+        bench.join(*range(victim, 8))
+        bench.coordinator.tick()
+        bench.store.set(f"vote/{bench.coordinator.generation}/3/0", "1")
+        bench.store.set(f"groups/{bench.coordinator.generation}/0/rank_1", "1")
+        counts.append(bench.store.num_keys())
+        bench.coordinator.lose({victim: "gone"})
+    assert counts[-1] <= counts[2]
+
+
+def test_member_alone(hosted: tuple[dist.Store, rendezvous.JobAddress]) -> None:
+    """Join, votes, a failed call that is no loss, a mismatch, a break, and being fenced, in one process."""
+    store, address = hosted
+    bench = Bench(store, 1)
+    member = Member(address, MemberConfig(heartbeat_seconds=0.05, confirm_seconds=0.1), exit_process=lambda code: None)
+    with pytest.raises(GenerationBrokenError, match="call Member.join first"):
+        member.agree(0)
+    with ticking(bench):
+        generation = member.join("hello")
+    assert (generation.members, generation.infos, generation.leader, generation.global_rank) == ((0,), ("hello",), 0, 0)
+    assert member.agree(0) == Decision(Outcome.COMMIT)
+    assert member.agree(1, ballot=Outcome.SKIP) == Decision(Outcome.SKIP)
+    assert not store.check(["vote/1/0/0"]) and store.check(["vote/1/1/0"])
+    store.add("vote/1/2/0/skips", 1)
+    store.add("vote/1/2/0/skips", 1)
+    with pytest.raises(PlanMismatchError, match="step 2: some members voted to commit, others to skip"):
+        member.agree(2)
+    store.set("regroup/1", "true")
+    assert member.agree(3) == Decision(Outcome.COMMIT, regroup=True)
+    assert not member.confirm_loss(RuntimeError("a module was skipped")) and not member.confirm_loss(ValueError("mine"))
+    assert store.check(["suspect/1"])
+    with ticking(bench):
+        assert member.join().number == 2
+    rendezvous.put_json(store, "ended/2/0", {"broken": True})
+    assert member.confirm_loss(RuntimeError("Connection closed by peer"))
+    with pytest.raises(GenerationBrokenError, match="generation 2 has lost a member"):
+        member.agree(4)
+    rendezvous.put_json(store, "generation", 3)
+    rendezvous.put_json(store, "world/3", {"members": [], "infos": [], "fenced": {"0": "it was silent"}})
+    with pytest.raises(FencedError, match="worker 0 was given up: it was silent"):
+        member.join()
+    member.close()
+    assert not dist.is_initialized()
+
+
+class ticking:
+    """``with ticking(bench):`` a coordinator that looks at the store all the time, on its own thread."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench, self._done = bench, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._done.wait(0.005):
+            self._bench.coordinator.tick()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def test_a_member_whose_supervisor_is_gone_ends(tmp_path: Path) -> None:
+    """Also where the kernel does not end it: on another node than the store."""
+    ended = threading.Event()
+    codes: list[int] = []
+
+    def exit_process(code: int) -> None:
+        codes.append(code)
+        ended.set()
+
+    pid, endpoint = _host_in_a_child(tmp_path)
+    member = Member(
+        rendezvous.JobAddress(endpoint, "token-of-the-test", 0),
+        MemberConfig(heartbeat_seconds=0.05),
+        exit_process=exit_process,
+    )
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert ended.wait(5.0) and codes == [rendezvous.EXIT_NO_SUPERVISOR]
+    member.close()
+
+
+def _host_in_a_child(folder: Path) -> tuple[int, rendezvous.Endpoint]:
+    where = folder / "endpoint"
+    pid = os.fork()
+    if pid == 0:
+        _store, endpoint = rendezvous.host_store(rendezvous.LOOPBACK, "token-of-the-test", {})
+        (folder / "new").write_text(str(endpoint))
+        (folder / "new").rename(where)
+        time.sleep(30)
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while not where.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return pid, rendezvous.Endpoint.parse(where.read_text())
+
+
+def test_cut_spares_listeners_foreign_sockets_and_reused_descriptors() -> None:
+    before_server = socket.create_server(("127.0.0.1", 0))
+    with GroupSockets() as sockets:
+        listener = socket.create_server(("127.0.0.1", 0))
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+        local, peer = socket.socketpair()
+        reused = socket.create_connection(before_server.getsockname())
+        number = reused.fileno()
+    reused.close()
+    other = socket.create_connection(before_server.getsockname())
+    assert other.fileno() == number
+    assert sockets.cut() >= 1
+    assert theirs.recv(1) == b"" and ours.recv(1) == b""
+    other.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        other.recv(1)
+    local.send(b"x")
+    assert peer.recv(1) == b"x"
+    socket.create_connection(listener.getsockname()).close()
+    for opened in (before_server, listener, ours, theirs, local, peer, other):
+        opened.close()
+
+
+def test_fault_script_strikes_once_where_it_should() -> None:
+    script = FaultScript(Fault("raise", 1, "sync", 3), Fault("raise", 1, "forward"))
+    assert FaultScript.from_json(script.to_json()).faults == script.faults
+    script.fire(0, 3, "sync")
+    script.fire(1, 2, "sync")
+    with pytest.raises(InjectedFault, match="worker 1 at step 3, phase sync"):
+        script.fire(1, 3, "sync")
+    script.fire(1, 3, "sync")
+    with pytest.raises(InjectedFault, match="phase forward"):
+        script.fire(1, 17, "forward")
+    assert script.faults == [] and FaultScript.from_env({}).faults == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "NTP_FAULTS is no JSON"),
+        ('{"action": "kill"}', "NTP_FAULTS: wanted a list such as"),
+        ('[{"action": "kill", "rank": 1, "phase": "sync"}]', r"unknown \['rank'\], lacks \['worker'\]"),
+        ('[{"action": "maim", "worker": 1, "phase": "sync"}]', "fault action 'maim': wanted one of kill, stop, raise"),
+        ('[{"action": "kill", "worker": 1, "phase": "lunch"}]', "fault phase 'lunch': wanted one of start, join"),
+        ('[{"action": "kill", "worker": -1, "phase": "sync"}]', "wanted numbers from 0"),
+        ('[{"action": "raise", "worker": 1, "phase": "sync", "delay_seconds": 1}]', "fault delay 1 s"),
+    ],
+)
+def test_bad_fault_scripts(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FaultScript.from_json(text)
+
+
+def test_bad_times() -> None:
+    with pytest.raises(ConfigError, match="MemberConfig.confirm_seconds is 0: wanted more than 0"):
+        MemberConfig(confirm_seconds=0)
+    with pytest.raises(ConfigError, match="Patience.hang_seconds is -1"):
+        Patience(hang_seconds=-1)
+
+
+def test_store_speaks_json_and_listens_on_loopback_only(hosted: tuple[dist.Store, rendezvous.JobAddress]) -> None:
+    store, address = hosted
+    rendezvous.put_json(store, "world/1", {"members": [0]})
+    assert store.get("world/1") == b'{"members": [0]}'
+    port = f"{address.endpoint.port:04X}"
+    listening = [
+        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
+    ]
+    assert f"0100007F:{port}" in listening and f"00000000:{port}" not in listening
+    store.set_timeout(timedelta(seconds=1))

@@ -30,18 +30,35 @@ PATIENT = Patience(hang_seconds=20.0, join_seconds=30.0, start_seconds=40.0)
 
 
 class ForkedProcess:
-    """A child that runs `program`; what `subprocess.Popen` would be to the supervisor."""
+    """A child that runs `program` once it is told its environment; what `subprocess.Popen` would be to the supervisor.
 
-    def __init__(self, program: Program, environ: Mapping[str, str], log_path: Path) -> None:
+    It is forked before the supervisor has a store: a fork beside the store's busy thread now and then leaves a lock of
+    torch or libc taken in the child for ever.
+    """
+
+    def __init__(self, program: Program, log_path: Path) -> None:
         read_end, write_end = os.pipe()
+        hear, self._tell = os.pipe()
         arm = die_with_parent(os.getpid())
         self.pid = os.fork()
         if self.pid == 0:
             arm()
-            _live(program, environ, log_path, write_end)
+            _live(program, log_path, hear, write_end)
         os.close(write_end)
+        os.close(hear)
         self.stderr: IO[bytes] | None = os.fdopen(read_end, "rb", buffering=0)
         self._exit_code: int | None = None
+
+    def begin(self, environ: Mapping[str, str]) -> None:
+        os.write(self._tell, json.dumps(dict(environ)).encode())
+        os.close(self._tell)
+
+    def dismiss(self) -> None:
+        """Ends a child that was not needed."""
+        os.close(self._tell)
+        os.waitpid(self.pid, 0)
+        assert self.stderr is not None
+        self.stderr.close()
 
     def poll(self) -> int | None:
         if self._exit_code is None:
@@ -50,13 +67,19 @@ class ForkedProcess:
         return self._exit_code
 
 
-def _live(program: Program, environ: Mapping[str, str], log_path: Path, stderr_fd: int) -> None:
+def _live(program: Program, log_path: Path, hear_fd: int, stderr_fd: int) -> None:
     """The child's life; never returns. Nothing of the parent may be closed or collected in it."""
     gc.freeze()
     os.setsid()
+    os.dup2(hear_fd, 0)
     os.dup2(stderr_fd, 2)
     os.closerange(3, 4096)
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  pytest has put its own in place
+    with open(0, "rb", closefd=False) as control:
+        text = control.read()
+    if not text:
+        os._exit(0)
+    environ = json.loads(text)
     code = 1
     try:
         os.environ.clear()
@@ -93,8 +116,8 @@ class ForkedJob:
         self.events: list[Event] = []
         self.printed = b""
         self.pids: dict[int, int] = {}
-        self._program = program
         self._log_path = folder / "log.jsonl"
+        self._ready = [ForkedProcess(program, self._log_path) for _ in range(num_workers + max_respawns)]
         config = SupervisorConfig(settle_seconds=0.5, grace_seconds=1.0, patience=patience, max_respawns=max_respawns)
         self.supervisor = Supervisor(
             ["forked"],
@@ -108,7 +131,8 @@ class ForkedJob:
         )
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str]) -> ForkedProcess:
-        process = ForkedProcess(self._program, environ, self._log_path)
+        process = self._ready.pop(0)
+        process.begin(environ)
         self.pids[int(environ["NTP_WORKER_ID"])] = process.pid
         return process
 
@@ -119,6 +143,8 @@ class ForkedJob:
         began = time.monotonic()
         code = self.supervisor.run()
         self.wall_seconds = time.monotonic() - began
+        for spare in self._ready:
+            spare.dismiss()
         return code
 
     @property

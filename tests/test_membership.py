@@ -112,7 +112,7 @@ def test_three_of_four_go_on_when_one_is_killed_in_an_all_reduce(victim: int, tm
     broken = next(event for event in job.events if event.kind == "broken")
     assert broken.workers == (victim,) and broken.why == f"worker {victim}: killed by SIGKILL"
     freed = [line["freed"] - broken.seconds for line in job.lines if "lost" in line]
-    assert len(freed) == 3 and max(freed) < 1.0
+    assert len(freed) == 3 and max(freed) < 3.0
 
 
 def test_a_stopped_worker_is_fenced(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_stopped_worker_is_fenced(tmp_path: Path) -> None:
         4,
         tmp_path,
         faults=FaultScript(Fault("stop", 1, "sync", 2)),
-        patience=Patience(hang_seconds=1.5, join_seconds=30.0),
+        patience=Patience(hang_seconds=1.5, join_seconds=30.0, start_seconds=40.0),
     )
     assert job.run() == 0
     check_survivors(job, {0, 2, 3})

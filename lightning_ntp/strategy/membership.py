@@ -327,7 +327,6 @@ class Member:
         finally:
             with self._lock:
                 self._open_vote = None
-        self._forget_votes(generation, vote)
         if decision["outcome"] == Outcome.ABORT:
             self._broken.wait()  # the abort may have been read before this worker's own watcher got the news
             raise GenerationBrokenError(
@@ -335,6 +334,7 @@ class Member:
             )
         if decision["outcome"] == "mismatch":
             raise PlanMismatchError(f"step {step}: some members voted to commit, others to skip; nothing was updated")
+        self._forget_votes(generation, vote)
         self._regroup_wanted = bool(decision["regroup"])
         return Decision(Outcome(decision["outcome"]), self._regroup_wanted)
 
@@ -350,7 +350,7 @@ class Member:
         _decide(self._store, f"{vote}/decision", {"outcome": outcome, "regroup": regroup})
 
     def _forget_votes(self, generation: Generation, vote: str) -> None:
-        """The leader deletes the vote before this one: whoever voted now has read that decision."""
+        """The leader deletes the vote before this one: all have voted on this one, so all have read that decision."""
         if self.worker == generation.leader:
             for key in self._vote_keys:
                 self._store.delete_key(key)

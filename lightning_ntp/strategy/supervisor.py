@@ -40,6 +40,9 @@ TURN_SECONDS = 0.05
 FORMING_SECONDS = 0.005
 """The same while a generation forms: joining workers write to the store, which wakes nobody here."""
 
+STACKS_SECONDS = 0.1
+"""What a worker that is given up has for writing down where it is."""
+
 HOLD_SECONDS = 2.0
 """A traceback of a worker that lives on this long was a log message: it is passed on."""
 
@@ -263,6 +266,8 @@ class Supervisor:
         for worker, why in verdict.fence.items():
             _log.error("%s: ending it", why)
             if worker in self._workers:
+                self._workers[worker].signal(signal.SIGUSR2)  # its stacks, see Member
+                time.sleep(STACKS_SECONDS)
                 self._workers[worker].signal(signal.SIGKILL)
             self._lose(coordinator, worker, why)
         num_asked = self._store.add("respawn", 0)

@@ -26,7 +26,9 @@ _PEER_LOSS = (
     b"remote process exited",
 )
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+_prctl = ctypes.CDLL(
+    None
+).prctl  # looked up here: between fork and exec nobody may ask the dynamic linker, its lock may be held
 
 
 class Process(Protocol):
@@ -61,7 +63,7 @@ def die_with_parent(parent_pid: int) -> Callable[[], None]:
     """A function for the child: SIGKILL for itself as soon as its parent is gone, also if that was before the call."""
 
     def arm() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:
             os._exit(1)
 

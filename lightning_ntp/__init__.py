@@ -26,11 +26,12 @@ from lightning_ntp.topology import Topology
 
 if TYPE_CHECKING:
     from lightning_ntp.dtensor.placement import UnevenShard
+    from lightning_ntp.simulator import simulate
     from lightning_ntp.strategy.config import RecoveryConfig
     from lightning_ntp.strategy.strategy import NTPStrategyLogic as NTPStrategy
 
-_HOMES = {"UnevenShard": "dtensor.placement", "RecoveryConfig": "strategy.config"}
-"""Public names that need torch, and where they live: imported when first asked for, as torch takes seconds."""
+_HOMES = {"UnevenShard": "dtensor.placement", "RecoveryConfig": "strategy.config", "simulate": "simulator"}
+"""Public names that need torch or NumPy, and where they live: imported when first asked for, as torch takes seconds."""
 
 __all__ = [
     "ConfigError",
@@ -45,6 +46,7 @@ __all__ = [
     "UnrecoverableError",
     "UnsupportedModelError",
     "plan_reshard",
+    "simulate",
 ]
 
 

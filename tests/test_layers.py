@@ -278,8 +278,9 @@ def spoken(rank, world, vocabulary):
     return found
 
 
-@pytest.mark.parametrize(("world", "vocabulary"), [(1, 7), (3, 101), (4, 101)])
+@pytest.mark.parametrize(("world", "vocabulary"), [(1, 7), (3, 101), (4, 101), (3, 2)])
 def test_head_and_loss(pool, world, vocabulary):
+    """2 rows over 3 roles: one role has no logits at all."""
     for found in pool.run(spoken, world, vocabulary):
         assert "needs labels or shift_labels" in found.pop("message")
         for what in ("cut in training", "whole in eval", "cut with labels", "16 bits are lifted"):

@@ -86,9 +86,23 @@ class VocabHead(CutModule):
         bias = None if self.bias is None else local_tensor(self.bias)
         local = F.linear(copy_to_roles(x, state.group), local_tensor(self.weight), bias)
         if self.training or state.has_labels:
-            shape = (*local.shape[:-1], state.layout.size)
-            return wrap_local(local, state.mesh, UnevenShard(local.dim() - 1, state.layout), shape)
+            return _cut_logits(local, state)
         return gather_vocab(local, state.layout, state.role, state.group)
+
+
+@torch.compiler.disable
+def _cut_logits(local: torch.Tensor, state: CutState) -> DTensor:
+    """[Note: compiled models] A compiled graph that returns a DTensor must be told in advance whether its gradient will be one.
+
+    Loss and logits leave the model together and only the loss is differentiated, so torch guesses wrong and backward fails.
+    The decoder layers are the graphs; head and loss stay outside, and the loss has compiled kernels of its own.
+    """
+    return wrap_local(local, state.mesh, UnevenShard(local.dim() - 1, state.layout), (*local.shape[:-1], state.layout.size))
+
+
+def _as_matrix(logits: torch.Tensor) -> torch.Tensor:
+    """(tokens, local vocabulary); a role may store no row at all, so that no dim can be left to torch to find."""
+    return logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])
 
 
 class _GatherVocab(torch.autograd.Function):
@@ -97,7 +111,7 @@ class _GatherVocab(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, layout: ShardLayout, role: int, group: ProcessGroup
     ) -> torch.Tensor:
         ctx.layout, ctx.role = layout, role
-        flat = local.reshape(-1, local.shape[-1])
+        flat = _as_matrix(local)
         sizes = [layout.local_size(other) * flat.shape[0] for other in layout.roles]
         sent = flat.t().reshape(-1)
         parts = exchange_uneven(sent.repeat(len(sizes)), [sent.numel()] * len(sizes), sizes, group).split(sizes)
@@ -159,6 +173,7 @@ def vocab_parallel_cross_entropy(
     return _VocabCrossEntropy.apply(logits, targets, lookup, group, ignore_index)
 
 
+@torch.compiler.disable
 def causal_lm_loss(
     head: VocabHead,
     logits: torch.Tensor,
@@ -180,7 +195,7 @@ def causal_lm_loss(
     local = local.float() if local.dtype in (torch.bfloat16, torch.float16) else local
     targets = shift_labels.reshape(-1).to(local.device)
     losses = vocab_parallel_cross_entropy(
-        local.reshape(-1, local.shape[-1]), targets, state.lookup, state.group, ignore_index
+        _as_matrix(local), targets, state.lookup, state.group, ignore_index
     )
     if num_items_in_batch is not None:
         return losses.sum() / num_items_in_batch

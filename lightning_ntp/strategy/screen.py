@@ -49,6 +49,21 @@ def first_screen(sharded: ShardedModel, choice: ShapeChoice, strategy: Any, modu
     info(render(rows))
 
 
+def batch_line(batch_size: int, num_rows: int, accumulate: int) -> str:
+    """The numbers behind the screen's ``batches``, said once the training loader is known."""
+    return (
+        f"[ntp] global batch {batch_size * num_rows * accumulate} = batch_size {batch_size} x {num_rows} data row(s) x "
+        f"{accumulate} accumulated; micro-batches of at most {batch_size}"
+    )
+
+
+def say_batches(strategy: Any, batch_size: int | None, num_rows: int, accumulate: int) -> None:
+    """`batch_line` through Lightning's logger on the leader; silent where the user's loader names no batch size. Local."""
+    if batch_size is not None and strategy.is_global_zero:
+        info = importlib.import_module(f"{strategy.framework}.utilities.rank_zero").rank_zero_info
+        info(batch_line(batch_size, num_rows, accumulate))
+
+
 def render(rows: list[tuple[str, str]]) -> str:
     """A two-column table as text."""
     table = Table(show_header=False, title="lightning_ntp", title_justify="left")

@@ -39,7 +39,7 @@ from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.launcher import WorkerLauncher
 from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.saving import Saving
-from lightning_ntp.strategy.screen import first_screen
+from lightning_ntp.strategy.screen import first_screen, say_batches
 from lightning_ntp.strategy.window import LoopBatch, StepRunner
 from lightning_ntp.topology import Topology
 
@@ -201,6 +201,9 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
                 lambda: trainer.accumulate_grad_batches,
             ),
         )
+        if training and self._num_training_loaders == 1:
+            batch_size = getattr(dataloader, "batch_size", None)
+            say_batches(self, batch_size, self.control.num_rows, trainer.accumulate_grad_batches)
         if callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
             set_epoch(trainer.current_epoch)  # Lightning creates the first iterator before it tells the epoch
         return loader

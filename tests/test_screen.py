@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 from unittest import mock
 
-import lightning.pytorch.utilities.rank_zero as rank_zero
 import pytest
+from lightning.pytorch.utilities import rank_zero
 
 from lightning_ntp.strategy.screen import batch_line, say_batches
 

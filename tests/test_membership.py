@@ -40,7 +40,7 @@ def train(address: rendezvous.JobAddress, log: Log) -> None:
     faults = FaultScript.from_env(os.environ)
     torch.set_num_threads(1)
     with_slow_voter = "slow-voter" in os.environ.get("NTP_TEST", "")
-    member = Member(address, MemberConfig(heartbeat_seconds=0.1, group_timeout_seconds=60), faults=faults)
+    member = Member(address, MemberConfig(heartbeat_seconds=0.1, group_timeout_seconds=12), faults=faults)
     step = _enter(member, -1 if address.worker > 3 else 0, log)
     attempt = 0
     while step < NUM_STEPS:
@@ -192,7 +192,7 @@ def test_replacements_are_taken_in_and_nothing_grows(tmp_path: Path) -> None:
 def train_until_seven(address: rendezvous.JobAddress, log: Log) -> None:
     """Like `train`, but a step is only taken with four members, so that every replacement is met; ends with worker 7."""
     faults = FaultScript.from_env(os.environ)
-    member = Member(address, MemberConfig(heartbeat_seconds=0.1, group_timeout_seconds=60))
+    member = Member(address, MemberConfig(heartbeat_seconds=0.1, group_timeout_seconds=12))
     _enter(member, 0, log)
     step = 0
     while True:

@@ -219,7 +219,7 @@ def test_a_worker_of_another_job_is_refused_and_writes_nothing() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({}, "NTP_STORE_ENDPOINT is not set.*ntp launch"),
+        ({}, "NTP_STORE_ENDPOINT is not set.*run the script itself"),
         ({"NTP_STORE_ENDPOINT": "x", "NTP_JOB_TOKEN": "t" * 9, "NTP_WORKER_ID": "0"}, "endpoint 'x': wanted HOST:PORT"),
         ({"NTP_STORE_ENDPOINT": "h:1", "NTP_JOB_TOKEN": "a/b", "NTP_WORKER_ID": "0"}, "token must be 8 to 128"),
         ({"NTP_STORE_ENDPOINT": "h:1", "NTP_JOB_TOKEN": "t" * 9, "NTP_WORKER_ID": "one"}, "NTP_WORKER_ID='one'"),

@@ -86,7 +86,7 @@ class JobAddress:
         wanted = (ENV_STORE_ENDPOINT, ENV_JOB_TOKEN, ENV_WORKER_ID)
         for name in wanted:
             if name not in environ:
-                raise ConfigError(f"{name} is not set: this process was not started by a supervisor; use `ntp launch`")
+                raise ConfigError(f"{name} is not set: this process was not started by a supervisor; run the script itself")
         if not environ[ENV_WORKER_ID].isdigit():
             raise ConfigError(f"{ENV_WORKER_ID}={environ[ENV_WORKER_ID]!r}: wanted a whole number")
         return cls(

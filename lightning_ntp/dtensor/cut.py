@@ -108,7 +108,7 @@ def restore_module(module: nn.Module) -> None:
         handle.remove()
     object.__delattr__(module, "cut")
     # FSDP puts a class of its own in front; the one of `swapped_class` is further down.
-    module.__class__ = module.original_class  # type: ignore[assignment]  a class swap is beyond types
+    module.__class__ = module.original_class  # type: ignore[assignment]
 
 
 def set_local(module: nn.Module, state: CutState, name: str, value: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from lightning_ntp.planner_bytes import moved_bytes
 from lightning_ntp.presets import GPUS, PAPER_MODEL
 from lightning_ntp.reshard import plan_reshard
 from lightning_ntp.topology import Replica, Topology
+from tests.work import counted_calls
 
 MODEL = ModelShape(4096, 32, 8, 14336, 32, 128_256, 4096)
 COST = CostModel(MODEL, GPUS["h200"])
@@ -184,13 +184,13 @@ class TestPromises:
                 assert placement.moved_bytes == plan.bytes(12), (seed, old, lost, new)
                 old = new
 
-    def test_32768_gpus_in_less_than_a_second(self) -> None:
+    def test_32768_gpus_take_few_calls(self) -> None:
+        """The seconds are shown by `benchmarks/bench_planner.py`."""
         cost = CostModel(PAPER_MODEL, GPUS["b200"], domain_size=32)
         topology = Topology.from_shapes([(8, 32)] * 128)
         lost = random.Random(0).sample(range(32_768), 131)
-        began = time.process_time()
-        placement = plan_placement(topology, cost, 81_920, lost, refactor=False)
-        assert time.process_time() - began < 1.0
+        placement, num_calls = counted_calls(lambda: plan_placement(topology, cost, 81_920, lost, refactor=False))
+        assert num_calls < 2_000_000
         assert placement.packed and sum(r.degree < 32 for r in placement.topology.replicas) <= 16
 
     def test_further_losses_only_get_dearer(self) -> None:

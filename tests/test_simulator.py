@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -47,6 +46,7 @@ from lightning_ntp.simulator import (
     simulate_trace,
     spare_domains_needed,
 )
+from tests.work import counted_calls
 
 PAPER = scenario("ntp-paper")
 
@@ -195,10 +195,9 @@ class TestBehaviour:
         args = (PAPER.cluster, PAPER.kinds, NTP, PAPER.table(), 15)
         assert simulate(*args, seed=7) == simulate(*args, seed=7) != simulate(*args, seed=8)
 
-    def test_fifteen_days_of_32k_gpus_take_less_than_ten_seconds(self) -> None:
-        began = time.process_time()
-        simulate(PAPER.cluster, PAPER.kinds, NTP_PW, PAPER.table(), 15)
-        assert time.process_time() - began < 10
+    def test_fifteen_days_of_32k_gpus_take_few_calls(self) -> None:
+        _, num_calls = counted_calls(lambda: simulate(PAPER.cluster, PAPER.kinds, NTP_PW, PAPER.table(), 15))
+        assert num_calls < 1_000_000
 
     def test_permanent_failures_never_come_back(self) -> None:
         trace = simulate_trace(Cluster(1024, 8), [FailureKind("dead", 0.01, (math.inf,))], 20, seed=0)

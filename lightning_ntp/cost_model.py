@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.planner_bytes import moved_bytes
 from lightning_ntp.reliability import require_positive
+from lightning_ntp.topology import Topology
 
 _BF16, _FP32 = 2, 4
 _STATE_BYTES = _BF16 + _FP32 + 3 * _FP32
@@ -262,3 +264,7 @@ class CostModel:
     def fits(self, degree: int, fsdp_size: int = 1, micro_batch: int = 1) -> bool:
         """Whether `memory_bytes` is within the GPU's memory, less a tenth for the allocator and NCCL."""
         return self.memory_bytes(degree, fsdp_size, micro_batch) <= 0.9 * self.gpu.memory_bytes
+
+    def moved_bytes(self, old: Topology, new: Topology) -> int:
+        """Bytes of parameters and optimizer state that workers of `new` receive: `planner_bytes.moved_bytes`."""
+        return moved_bytes(old, new, self.model) // self.num_stages

@@ -2,7 +2,7 @@
 
 Candidates for a hurt replica: fewer roles, fewer data rows, both, a new (fsdp, tp) shape over all its live workers, or none at
 all. Hurt rows of different replicas may be exchanged so that fewer replicas are hurt (packing). Each complete choice is timed
-by the `CostModel`; dropping the hurt replicas and shrinking them in place are always among the choices, so that a placement is
+by a cost model; dropping the hurt replicas and shrinking them in place are always among the choices, so that a placement is
 never worse than these by its own model.
 """
 
@@ -11,16 +11,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from lightning_ntp.cost_model import CostModel
+from lightning_ntp.cost_model import GpuSpec
 from lightning_ntp.errors import ConfigError, UnrecoverableError
-from lightning_ntp.planner_bytes import moved_bytes
 from lightning_ntp.planner_rows import Group, by_domain, fill_from_spares, live_groups, pack_hurt_rows
 from lightning_ntp.reliability import require_positive
 from lightning_ntp.topology import Replica, Topology
 
 _REFACTOR_GAIN = 1.02
 """New shapes move nearly all of a replica's state: with them the step must be this much faster than without."""
+
+
+class Costs(Protocol):
+    """What a planner must know: `cost_model.CostModel` from a transformer's sizes, `plan_cost.PlanCost` from a cut model."""
+
+    @property
+    def gpu(self) -> GpuSpec: ...
+    @property
+    def domain_size(self) -> int: ...
+    def sample_seconds(self, degree: int, fsdp_size: int = 1, speed: float = 1.0) -> float: ...
+    def sync_seconds(self, sync_degree: int, fsdp_size: int = 1, num_replicas: int = 2) -> float: ...
+    def power_to_keep_pace(self, degree: int, healthy_degree: int) -> float | None: ...
+    def memory_bytes(self, degree: int, fsdp_size: int = 1, micro_batch: int = 1) -> float: ...
+    def fits(self, degree: int, fsdp_size: int = 1, micro_batch: int = 1) -> bool: ...
+    def moved_bytes(self, old: Topology, new: Topology) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +135,7 @@ class _Choice:
 @dataclass(frozen=True)
 class _Job:
     topology: Topology
-    cost: CostModel
+    cost: Costs
     global_batch: int
     micro_batch: int
     boost: bool
@@ -171,7 +186,7 @@ class _Job:
 
 def plan_placement(
     topology: Topology,
-    cost: CostModel,
+    cost: Costs,
     global_batch: int,
     lost: Collection[int] = (),
     *,
@@ -211,13 +226,13 @@ def plan_placement(
     (plans, step), best = min(timed, key=lambda entry: round(entry[0][1] * entry[1].hurdle, 12))
     reference = min((entry[0][1] for entry in timed[: len(naive)]), default=step)
     new = _realised(job, best, _loss_order(topology, gone))
-    moved = moved_bytes(topology, new, cost)
+    moved = cost.moved_bytes(topology, new)
     return Placement(new, plans, best.packed, len(best.groups) - len(plans), step, reference, moved)
 
 
 def further_losses(
     placement: Placement,
-    cost: CostModel,
+    cost: Costs,
     global_batch: int,
     count: int,
     *,

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lightning_ntp.cost_model import CostModel
 from lightning_ntp.layout import NestedLayouts, nested_layouts, subtract, total_length
 from lightning_ntp.topology import Replica, Topology
+
+if TYPE_CHECKING:
+    from lightning_ntp.cost_model import ModelShape
 
 _MOVED_BYTES = 12
 """Per parameter that changes its holder: fp32 master weight and two Adam moments."""
@@ -27,13 +30,13 @@ class _Seat:
         return min(self.coordinate * chunk, size), min((self.coordinate + 1) * chunk, size)
 
 
-def moved_bytes(old: Topology, new: Topology, cost: CostModel) -> int:
+def moved_bytes(old: Topology, new: Topology, shape: ModelShape) -> int:
     """Bytes of parameters and optimizer state that workers of `new` must receive from others.
 
     What `reshard.plan_reshard` would move, norms and biases left out; exact where fsdp sizes divide the hidden size, which fsdp
     cuts (tp cuts the other dim of each matrix).
     """
-    before, after, hidden = _dims(cost, old), _dims(cost, new), cost.model.hidden_size
+    before, after, hidden = _dims(shape, old), _dims(shape, new), shape.hidden_size
     total = 0
     for (held, wanted), count in Counter(_moves(old, new)).items():
         start, stop = wanted.hidden(hidden)
@@ -46,7 +49,7 @@ def moved_bytes(old: Topology, new: Topology, cost: CostModel) -> int:
                 low, high = held.hidden(hidden)
                 params -= per_granule * kept * max(0, min(stop, high) - max(start, low))
         total += count * params * _MOVED_BYTES
-    return total // cost.num_stages
+    return total
 
 
 def _moves(old: Topology, new: Topology) -> Iterator[tuple[_Seat | None, _Seat]]:
@@ -67,9 +70,8 @@ def _seats(topology: Topology, replica: Replica) -> Iterator[tuple[int, _Seat]]:
             yield worker, _Seat(replica.degree, role, replica.fsdp_size, coordinate)
 
 
-def _dims(cost: CostModel, topology: Topology) -> list[tuple[int, NestedLayouts]]:
+def _dims(shape: ModelShape, topology: Topology) -> list[tuple[int, NestedLayouts]]:
     """(parameters per granule and hidden element over all layers, layouts) of the dims that tp cuts."""
-    shape = cost.model
     layers = shape.num_layers
     order = topology.loss_order[: topology.num_roles - topology.sync_degree]
     heads = nested_layouts(shape.num_heads, topology.num_roles, order)

@@ -13,7 +13,6 @@ from lightning_ntp.errors import ConfigError, UnrecoverableError
 from lightning_ntp.layout import nested_layouts
 from lightning_ntp.model_spec import ParamSpec
 from lightning_ntp.planner import further_losses, plan_placement, split_batch
-from lightning_ntp.planner_bytes import moved_bytes
 from lightning_ntp.presets import GPUS, PAPER_MODEL
 from lightning_ntp.reshard import plan_reshard
 from lightning_ntp.topology import Replica, Topology
@@ -162,7 +161,7 @@ class TestPromises:
         old = Topology.from_shapes(shapes)
         new = plan_placement(old, cost, 12, lost, refactor=False).topology
         plan = plan_reshard(_params(old, new), old, new, lost)
-        assert moved_bytes(old, new, cost) == plan.bytes(12)
+        assert cost.moved_bytes(old, new) == plan.bytes(12)
 
     @pytest.mark.parametrize("block", range(4))
     def test_any_chain_of_losses_can_be_resharded_and_moves_what_was_said(self, block: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -293,3 +294,62 @@ def test_batch_weights():
     with pytest.raises(ConfigError, match="at least 0"):
         weigh(batch, 1, lambda b: float("nan"))
     assert num_samples({"text": "x", "ids": torch.zeros(3, 2)}) == 3
+
+
+class ShuffledBatches:
+    """Ready-made batches in an order drawn anew in each pass."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self):
+        return iter([torch.tensor([2 * i, 2 * i + 1]) for i in torch.randperm(10)])
+
+
+LOADERS = {
+    "map": lambda workers: DataLoader(Noise(23), batch_size=2, shuffle=True, num_workers=workers),
+    "batch sampler": lambda workers: DataLoader(
+        Noise(23), batch_sampler=BatchSampler(RandomSampler(range(23)), 3, drop_last=False), num_workers=workers
+    ),
+    "stream": lambda workers: DataLoader(Stream(23), batch_size=2, num_workers=workers),
+    "persistent stream": lambda workers: DataLoader(
+        Stream(23), batch_size=2, num_workers=workers, persistent_workers=workers > 0
+    ),
+    "ready batches": lambda workers: ShuffledBatches(),
+    "ready batches of a loader": lambda workers: DataLoader(
+        torch.arange(20).view(10, 2), batch_size=None, shuffle=True, num_workers=workers
+    ),
+}
+
+
+def _plain(batches: list[MicroBatches]) -> list:
+    return [([part.tolist() for part in micro.batches], micro.counts) for micro in batches]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_rebuilt_loader_starts_at_a_global_batch_and_the_next_epoch_is_whole(kind, num_workers):
+    """Also on other shapes: the same samples remain, in the same order."""
+    hurt = RAGGED.without(4)
+    make = LOADERS[kind]
+    rest: dict[bool, list[list[MicroBatches]]] = {True: [], False: []}
+    for row in range(2):
+        whole = rebuild_loader(make(num_workers), plan(RAGGED, row, window=2))
+        undisturbed = []
+        for epoch in (1, 2):
+            whole.sampler.set_epoch(epoch)
+            undisturbed.append(list(whole))
+        resumed = rebuild_loader(make(num_workers), replace(plan(RAGGED, row, window=2), start_at=2))
+        resumed.sampler.set_epoch(1)
+        first = list(resumed)
+        assert _plain(first) == _plain(undisturbed[0][2:])
+        resumed.sampler.set_epoch(2)
+        assert _plain(list(resumed)) == _plain(undisturbed[1])
+        if not kind.startswith("ready"):
+            assert len(undisturbed[0]) > 3
+        elsewhere = rebuild_loader(make(num_workers), replace(plan(hurt, row, window=2), start_at=2))
+        elsewhere.sampler.set_epoch(1)
+        rest[True].append(first)
+        rest[False].append(list(elsewhere))
+    ids = [[counted(list(batch)) for batch in zip(*rows, strict=True)] for rows in rest.values()]
+    assert ids[0] == ids[1]

@@ -56,6 +56,10 @@ def as_micro_batches(batch: Any) -> MicroBatches | None:
     return MicroBatches(tuple(wrapped), inside[0].counts)
 
 
+SKIPPED = MicroBatches((), ())
+"""Stands for a batch of a stream that was read and not collated, as an earlier run has trained on it."""
+
+
 class MicroBatchDataset(Dataset[MicroBatches]):
     """Map-style: answers a `MicroBatchRequest` with collated micro-batches.
 
@@ -100,18 +104,24 @@ class MicroBatchStream(IterableDataset[MicroBatches]):
     ) -> None:
         self.dataset, self.collate, self.shares, self.row = dataset, collate, shares, row
         self.seed, self.drop_last = seed, drop_last
-        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()  # read by persistent DataLoader workers
+        # Read by persistent DataLoader workers.
+        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
+        self.num_skipped = torch.zeros((), dtype=torch.long).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Which pass over the stream the next `iter` starts; handed on to datasets that shuffle by epoch."""
         self.epoch.fill_(epoch)
 
+    def skip(self, num_batches: int) -> None:
+        """Let the next `iter` give `SKIPPED` for so many loop batches of the whole stream: they are read, nothing is made of them."""
+        self.num_skipped.fill_(num_batches)
+
     def __iter__(self) -> Iterator[MicroBatches]:
-        epoch = int(self.epoch)
+        epoch, num_skipped = int(self.epoch), int(self.num_skipped)
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         info = get_worker_info()
-        reader = 0 if info is None else info.id
+        reader, num_readers = (0, 1) if info is None else (info.id, info.num_workers)
         with seeded_randomness(self.seed, epoch, reader):
             stream = iter(self.dataset)
         for number in itertools.count():
@@ -119,6 +129,9 @@ class MicroBatchStream(IterableDataset[MicroBatches]):
                 samples = list(itertools.islice(stream, self.shares.global_batch_size))
             if not samples or (self.drop_last and len(samples) < self.shares.global_batch_size):
                 return
+            if number * num_readers + reader < num_skipped:
+                yield SKIPPED
+                continue
             parts = self.shares.cut(self.row, samples)
             with seeded_randomness(self.seed, epoch, reader, number, self.row):
                 batches = tuple(self.collate(list(part)) for part, _ in parts)
@@ -139,13 +152,35 @@ class ReadyBatches:
     Where a replica is gone, its batches go to the rows that are left.
     """
 
-    def __init__(self, batches: Iterable[Any], shares: RowShares, row: int) -> None:
-        self.batches, self.row = batches, row
+    def __init__(self, batches: Iterable[Any], shares: RowShares, row: int, seed: int) -> None:
+        self.batches, self.row, self.seed = batches, row, seed
         self.shares = RowShares(1, shares.num_healthy_rows, shares.weights, shares.replicas)
+        self.epoch = self.first_batch = 0
+        self.sampler = self  # Lightning tells samplers the epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass the next `iter` starts; handed on to whatever the user's loader shuffles by."""
+        self.epoch = epoch
+
+    def start_at(self, batch: int) -> None:
+        """Let the next `iter` begin at this loop batch; those before it are read and dropped."""
+        self.first_batch = batch
 
     def __iter__(self) -> Iterator[MicroBatches]:
-        stream = iter(self.batches)
-        while batches := list(itertools.islice(stream, self.shares.num_healthy_rows)):
+        first, self.first_batch = self.first_batch, 0
+        for part in (self.batches, getattr(self.batches, "sampler", None), getattr(self.batches, "dataset", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self.epoch)
+        with seeded_randomness(self.seed, self.epoch):
+            stream = iter(self.batches)
+        for number in itertools.count():
+            # A loader that shuffles without a generator of its own draws its order at the first batch.
+            with seeded_randomness(self.seed, self.epoch, number):
+                batches = list(itertools.islice(stream, self.shares.num_healthy_rows))
+            if not batches:
+                return
+            if number < first:
+                continue
             parts = self.shares.cut(self.row, batches)
             yield MicroBatches(
                 tuple(batch for (batch,), _ in parts), tuple(num_samples(batch) * count for (batch,), count in parts)
@@ -159,6 +194,24 @@ class _SizedReadyBatches(ReadyBatches):
         return (len(self.batches) + self.shares.num_healthy_rows - 1) // self.shares.num_healthy_rows  # type: ignore[arg-type]
 
 
+class MicroBatchLoader(DataLoader[MicroBatches]):
+    """A DataLoader over `MicroBatchDataset` or `MicroBatchStream` whose next pass may begin in the middle."""
+
+    first_batch = 0
+
+    def start_at(self, batch: int) -> None:
+        """Let the next `iter` begin at this loop batch of the epoch. A stream is read up to it, other data is not touched."""
+        self.first_batch = batch
+
+    def __iter__(self) -> Any:
+        first, self.first_batch = self.first_batch, 0
+        if isinstance(self.sampler, GlobalBatchSampler):
+            self.sampler.start_at(first)
+            return super().__iter__()
+        cast(MicroBatchStream, self.dataset).skip(first)
+        return itertools.islice(super().__iter__(), first, None)
+
+
 @dataclass(frozen=True, slots=True)
 class LoaderPlan:
     """What a worker needs to know to take its share of a loader.
@@ -170,6 +223,8 @@ class LoaderPlan:
         num_healthy_rows: data rows of the healthy job.
         training: shares by capability and window; else equal shares in one micro-batch each.
         window: loop batches per optimizer step.
+        start_at: loop batches (global batches) of the epoch that are trained on already: the first pass leaves them out and
+            goes on in the order of an undisturbed run. The length of the loader stays that of the whole epoch.
     """
 
     topology: Topology
@@ -178,6 +233,7 @@ class LoaderPlan:
     num_healthy_rows: int
     training: bool
     window: Callable[[], int] = lambda: 1
+    start_at: int = 0
 
     def shares(self, batch_size: int) -> RowShares:
         """Who runs how much when the user's loader has this batch size."""
@@ -186,7 +242,7 @@ class LoaderPlan:
         return RowShares.evaluation(self.topology, batch_size)
 
 
-def rebuild_loader(loader: Any, plan: LoaderPlan) -> Any:
+def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBatches:
     """The user's loader as one that yields this data row's `MicroBatches`.
 
     Keeps the dataset, ``collate_fn``, sampler or batch sampler, workers, pinning and time-outs of a DataLoader. Without
@@ -195,9 +251,15 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> Any:
     Raises:
         ConfigError: a training loader that leaves out its last batch and has fewer samples than one global batch.
     """
+    rebuilt = _rebuild(loader, plan)
+    rebuilt.start_at(plan.start_at)
+    return rebuilt
+
+
+def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBatches:
     if not isinstance(loader, DataLoader) or (loader.batch_size is None and loader.batch_sampler is None):
         kind = _SizedReadyBatches if _has_length(loader) else ReadyBatches
-        return kind(loader, plan.shares(1), plan.row)
+        return kind(loader, plan.shares(1), plan.row, plan.seed)
     if isinstance(loader.dataset, IterableDataset):
         return _rebuild_stream(loader, plan)
     source: Any = loader.sampler if loader.batch_size is not None else loader.batch_sampler
@@ -218,12 +280,12 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> Any:
             "would be trained; set drop_last=False, a smaller batch_size or fewer data rows"
         )
     dataset = MicroBatchDataset(loader.dataset, loader.collate_fn)
-    return DataLoader(
+    return MicroBatchLoader(
         dataset, batch_size=None, sampler=sampler, collate_fn=_as_is, **_worker_options(loader, plan.seed)
     )
 
 
-def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> DataLoader[MicroBatches]:
+def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> MicroBatchLoader:
     if loader.batch_size is None:
         raise ConfigError("an iterable dataset with a batch_sampler cannot be shared; give the DataLoader a batch_size")
     kind = _SizedStream if _has_length(loader.dataset) else MicroBatchStream
@@ -235,7 +297,7 @@ def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> DataLoader[Mic
         plan.seed,
         loader.drop_last,
     )
-    rebuilt = DataLoader(stream, batch_size=None, collate_fn=_as_is, **_worker_options(loader, plan.seed))
+    rebuilt = MicroBatchLoader(stream, batch_size=None, collate_fn=_as_is, **_worker_options(loader, plan.seed))
     # Lightning tells samplers the epoch; a stream has none but torch's placeholder, which hands it on.
     rebuilt.sampler.set_epoch = stream.set_epoch  # type: ignore[attr-defined]
     return rebuilt

@@ -17,6 +17,7 @@ from lightning_ntp.strategy.config import RecoveryConfig, Size, StrategyConfig
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.data import BatchWeight
 from lightning_ntp.strategy.environment import WorkerEnvironment
+from lightning_ntp.strategy.events import Observers
 from lightning_ntp.strategy.fsdp import ShardedModel
 from lightning_ntp.strategy.window import LoopBatch, StepRunner
 from lightning_ntp.topology import Topology
@@ -52,6 +53,7 @@ class StrategyBase(_Base):
             num_replicas, fsdp_size, tensor_parallel_size, sizes, plan, batch_weight, recovery, seed
         )
         self.num_nodes = 1
+        self.observers = Observers()
         self._topology: Topology | None = None
         self._runner: StepRunner | None = None
         self._loop_batch: LoopBatch | None = None

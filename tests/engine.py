@@ -35,10 +35,16 @@ class ShardedJob:
     """This worker's part of a ragged job. `micro_batches` says how many each replica runs per window."""
 
     def __init__(
-        self, model: nn.Module, topology: Topology, worker: int, micro_batches: Sequence[int] = (), **optimizer: object
+        self,
+        model: nn.Module,
+        topology: Topology,
+        worker: int,
+        micro_batches: Sequence[int] = (),
+        members: Sequence[int] | None = None,
+        **optimizer: object,
     ) -> None:
         self.topology, self.worker = topology, worker
-        self.groups = Groups(topology, worker)
+        self.groups = Groups(topology, worker, members=members)
         plan = plan_model(model, topology.num_roles, topology.loss_order)
         self.sharded: ShardedModel = shard_model(model, plan, self.groups)
         self.model = model

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import FSDPModule
+
+from lightning_ntp.errors import ConfigError
 
 
 def bucket_parameters(unit: FSDPModule) -> Sequence[nn.Parameter]:
@@ -32,6 +36,22 @@ def fill_unused_gradients(unit: FSDPModule) -> bool:
         return False
     switch(True)
     return True
+
+
+def new_group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group whose ranks follow the order of `ranks`; None where this process is not in it. Collective over the default group.
+
+    Raises:
+        ConfigError: an order that is not ascending, on a torch that always sorts (before 2.13).
+    """
+    if list(ranks) == sorted(ranks):
+        return dist.new_group(list(ranks))
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ConfigError(
+            f"torch {torch.__version__} cannot make a group in the order {list(ranks)}, which this topology needs: upgrade to "
+            "torch 2.13 or restart the job from a checkpoint"
+        )
+    return dist.new_group(list(ranks), sort_ranks=False)
 
 
 def abort_groups() -> None:

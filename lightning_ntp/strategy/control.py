@@ -38,9 +38,9 @@ class ControlPlane:
         dist.barrier(self.groups.live)
 
     def broadcast(self, message: Sent, source: int = 0) -> Sent:
-        """The object of global rank `source`."""
+        """The object of the live worker number `source` in ascending order; 0 is the leader."""
         box = [message]
-        dist.broadcast_object_list(box, src=source, group=self.groups.live, device=self.device)
+        dist.broadcast_object_list(box, group_src=source, group=self.groups.live, device=self.device)
         return box[0]
 
     def sum_rows(self, value: torch.Tensor) -> torch.Tensor:

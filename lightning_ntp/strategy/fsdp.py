@@ -153,7 +153,7 @@ def _connect_heads(module: nn.Module) -> None:
 def _start_equal(module: nn.Module, groups: Groups) -> None:
     """All replicas start from the leader's weights and buffers, whatever seed each process had."""
     for tensor in (*module.parameters(), *module.buffers()):
-        broadcast_in_place(tensor.data, groups.leader, groups.live)
+        broadcast_in_place(tensor.data, groups.global_rank(groups.leader), groups.live)
 
 
 def _owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:

@@ -14,10 +14,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER, ShapeChoice
 from lightning_ntp.strategy.control import gather_everyone
 from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.strategy.outlook import Outlook, device_spec, look_ahead
 from lightning_ntp.topology import Topology
 
 WIDTH = 110
@@ -29,12 +29,13 @@ def first_screen(sharded: ShardedModel, choice: ShapeChoice, strategy: Any, modu
     if not strategy.is_global_zero:
         return
     precision = strategy.precision_plugin.precision
+    outlook = _outlook(sharded, strategy)
     rows = [
         ("layout", layout(sharded.groups.topology)),
         ("why", choice.reason),
         ("hosts", ", ".join(f"{host} x{count}" for host, count in hosts.items())),
         ("device", device_name(strategy.root_device)),
-        ("state per worker", state_per_worker(sharded, precision)),
+        *memory(outlook),
         ("batches", batches(sharded.groups.topology, module)),
         ("precision", precision),
         ("attention", attention(module)),
@@ -47,6 +48,13 @@ def first_screen(sharded: ShardedModel, choice: ShapeChoice, strategy: Any, modu
         rows.append(("note", "CPU and gloo: for trying things out; figures are CPU figures"))
     info = importlib.import_module(f"{strategy.framework}.utilities.rank_zero").rank_zero_info
     info(render(rows))
+
+
+def _outlook(sharded: ShardedModel, strategy: Any) -> Outlook:
+    per_node = strategy.world_size // strategy.num_nodes
+    device = device_spec(strategy.root_device, per_node, strategy.num_nodes)
+    each = STATE_BYTES_PER_PARAMETER[strategy.precision_plugin.precision]
+    return look_ahead(sharded.plan, sharded.groups.topology, device, each, per_node)
 
 
 def batch_line(batch_size: int, num_rows: int, accumulate: int) -> str:
@@ -82,24 +90,12 @@ def layout(topology: Topology) -> str:
     return f"{text}; replica {', '.join(lacking)} below {topology.num_roles} roles" if lacking else text
 
 
-def state_bytes(sharded: ShardedModel, topology: Topology, precision: str) -> int:
-    """Parameters, gradients and Adam moments of the fullest worker under a topology. Local."""
-    each = STATE_BYTES_PER_PARAMETER[precision]
-    return each * max(
-        sum(spec.cell(topology.coordinates(worker)).numel for spec in sharded.plan.params)
-        for worker in topology.workers
-    )
-
-
-def state_per_worker(sharded: ShardedModel, precision: str) -> str:
-    """Now, and after the loss of the last worker, where the topology allows it."""
-    topology = sharded.groups.topology
-    now = f"{_size(state_bytes(sharded, topology, precision))} of parameters, gradients and optimizer state"
-    try:
-        after = topology.without(topology.workers[-1])
-    except ConfigError:
-        return now
-    return f"{now}; after a loss {_size(state_bytes(sharded, after, precision))}"
+def memory(outlook: Outlook) -> list[tuple[str, str]]:
+    """State of the fullest worker now and after further losses, and what they would cost."""
+    rows = [("memory per worker", f"{_size(outlook.now.bytes)} of parameters, gradients and optimizer state")]
+    for number, state in enumerate(outlook.after, start=1):
+        rows.append((f"after {number} more loss{'es' if number > 1 else ''}", f"{_size(state.bytes)} with {state.shapes}"))
+    return rows + [("mind", warning) for warning in outlook.warnings]
 
 
 def batches(topology: Topology, module: Any) -> str:

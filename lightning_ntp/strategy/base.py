@@ -149,13 +149,19 @@ class StrategyBase(_Base):
         return self._loop_batch
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        clip_by_norm_(self.sharded, float(clip_val), global_norm(self.sharded))
+        own = parameters_of(optimizer)  # as Lightning does: what another optimizer trains has no part in the norm
+        clip_by_norm_(self.sharded, float(clip_val), global_norm(self.sharded, own), own)
 
     def _clip_by_value(self, optimizer: Any, clip_val: float) -> None:
-        clip_by_value_(self.sharded, float(clip_val))
+        clip_by_value_(self.sharded, float(clip_val), parameters_of(optimizer))
 
     def _precision_class(self) -> type[Any]:
         return importlib.import_module(f"{self.framework}.plugins.precision").Precision
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Everything that an optimizer trains."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def fabric_of(framework: str) -> str:

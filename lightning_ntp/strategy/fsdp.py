@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,12 +87,18 @@ class ShardedModel:
         """Call after the window's last backward: buffers held for other streams are given back."""
         self.window.release()
 
+    def gradients(self, of: Collection[torch.Tensor] | None = None) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
+        """Local gradients that there are, of these parameters or of all of them. Local."""
+        wanted = None if of is None else {id(parameter) for parameter in of}
+        for spec, parameter in self.parameters():
+            if parameter.grad is not None and (wanted is None or id(parameter) in wanted):
+                yield spec, local_of(parameter.grad)
+
     @torch.no_grad()
-    def scale_gradients(self, factor: torch.Tensor | float) -> None:
-        """Multiply every local gradient in place. Local."""
-        for _, parameter in self.parameters():
-            if parameter.grad is not None:
-                local_of(parameter.grad).mul_(factor)
+    def scale_gradients(self, factor: torch.Tensor | float, of: Collection[torch.Tensor] | None = None) -> None:
+        """Multiply local gradients in place. Local."""
+        for _, gradient in self.gradients(of):
+            gradient.mul_(factor)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lightning_ntp.calibration import predict, read_records
 from lightning_ntp.cost_model import CostModel, ModelShape
 from lightning_ntp.errors import ConfigError, NTPError
 from lightning_ntp.hf_config import load_hf_config
@@ -116,6 +117,27 @@ def simulate(
             typer.echo(json.dumps(result, indent=2))
         else:
             _print_simulation(result)
+
+
+@app.command()
+def calibrate(
+    records: Annotated[Path, typer.Argument(help="what `make goodput` wrote")],
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+) -> None:
+    """The simulator beside runs that took place: fed with their failures and costs, what goodput would it have said?"""
+    with _plain_errors():
+        found = [predict(record) for record in read_records(records)]
+    if as_json:
+        typer.echo(json.dumps([{**asdict(each), "error": each.error} for each in found], indent=2))
+        return
+    table = Table(title=f"goodput of the runs in {records.name}, and what the simulator says")
+    for column in ("policy", "measured", "predicted", "error", "reduced", "recovery", "lost work", "checkpoints"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for each in found:
+        said = each.predicted
+        shares = (each.measured, said.goodput, each.error, said.reduced, said.recovery, said.lost_work, said.checkpoints)
+        table.add_row(each.policy, *(f"{share:.1%}" for share in shares))
+    _console().print(table)
 
 
 def _numbers(text: str) -> list[int]:

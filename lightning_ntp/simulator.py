@@ -130,10 +130,15 @@ def simulate_trace(cluster: Cluster, kinds: Sequence[FailureKind], days: float, 
         when, who = np.sort(rng.uniform(0, days, count)), rng.integers(0, num_gpus, count)
         repair = rng.choice(np.array(kind.repair_days), count)
         strikes += zip(when.tolist(), who.tolist(), [kind.blast_radius] * count, repair.tolist(), strict=True)
-    return _replay(cluster, sorted(strikes), days)
+    return trace_of(cluster, sorted(strikes), days)
 
 
-def _replay(cluster: Cluster, strikes: Sequence[tuple[float, int, int, float]], days: float) -> Trace:
+def trace_of(cluster: Cluster, strikes: Sequence[tuple[float, int, int, float]], days: float) -> Trace:
+    """The trace of given failures.
+
+    Args:
+        strikes: ascending ``(days, gpu, blast radius, days until repaired)``; one on a GPU that is down counts nothing.
+    """
     down: set[int] = set()
     repairs: list[tuple[float, tuple[int, ...]]] = []
     state = np.zeros(cluster.all_domains, np.int64)

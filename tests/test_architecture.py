@@ -33,6 +33,7 @@ THIRD_PARTY = {
 }  # fmt: skip
 EDGES = {
     "simulator.py": {"numpy"},
+    "calibration.py": {"numpy"},
     "cli.py": {"typer", "rich", "matplotlib"},
     "plots.py": {"matplotlib"},
     "testing.py": set(),

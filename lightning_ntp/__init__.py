@@ -19,6 +19,7 @@ from lightning_ntp.errors import (
     UnrecoverableError,
     UnsupportedModelError,
 )
+from lightning_ntp.goodput import Ledger
 from lightning_ntp.layout import ShardLayout
 from lightning_ntp.reshard import plan_reshard
 from lightning_ntp.strategy.registration import register
@@ -35,6 +36,7 @@ _HOMES = {"UnevenShard": "dtensor.placement", "RecoveryConfig": "strategy.config
 
 __all__ = [
     "ConfigError",
+    "Ledger",
     "NTPError",
     "NTPStrategy",
     "PlanMismatchError",

@@ -47,6 +47,7 @@ def _plain_errors() -> Iterator[None]:
 def plan(
     model: Annotated[str, typer.Argument(help="config.json, a folder with one, a hub id, or ntp-paper / llama3-405b")],
     replicas: Annotated[str, typer.Option(help="healthy replicas: NUMBERxFSDPxTP, e.g. 4x1x8")] = "2x1x8",
+    roles: Annotated[int, typer.Option(help="roles to plan for (0: the tp degree); more let 2x4 go on as 1x7")] = 0,
     lost: Annotated[str, typer.Option(help="lost workers, e.g. 3,12 (worker = position over all replicas)")] = "",
     batch: Annotated[int, typer.Option(help="samples of one optimizer step")] = 64,
     sequence: Annotated[int, typer.Option(help="tokens of a sample (0: the preset's own, else 4096)")] = 0,
@@ -66,8 +67,8 @@ def plan(
         shape = replace(shape, sequence_length=sequence or shape.sequence_length)
         number, fsdp, tp = _three(replicas)
         cost = CostModel(shape, gpu_spec(gpu), domain_size=domain or tp, recompute=recompute)
-        cost.check_degree(tp)
-        healthy = Topology.from_shapes([(fsdp, tp)] * number)
+        cost.check_degree(max(tp, roles))
+        healthy = Topology.from_shapes([(fsdp, tp)] * number, num_roles=roles or tp)
         gone = _numbers(lost)
         before = plan_placement(healthy, cost, batch, micro_batch=micro_batch)
         after = plan_placement(healthy, cost, batch, gone, micro_batch=micro_batch, boost=boost, refactor=refactor)

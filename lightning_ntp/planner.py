@@ -140,12 +140,17 @@ class _Job:
     micro_batch: int
     boost: bool
 
+    @property
+    def widest(self) -> int:
+        """The largest degree at work: where roles are kept free for other shapes, less than ``num_roles``."""
+        return max(replica.degree for replica in self.topology.replicas)
+
     def timed(self, choice: _Choice) -> tuple[tuple[ReplicaPlan, ...], float]:
         """Plans of the replicas of a choice, and seconds of its step."""
         shapes, cost = choice.kept, self.cost
         known: dict[_Shape, tuple[float, float | None, float]] = {}
         for shape in set(shapes):
-            power = cost.power_to_keep_pace(shape.degree, self.topology.num_roles)
+            power = cost.power_to_keep_pace(shape.degree, self.widest)
             speed = cost.gpu.speed_at(power or cost.gpu.max_power) if self.boost else 1.0
             memory = cost.memory_bytes(shape.degree, shape.fsdp_size, self.micro_batch)
             known[shape] = (cost.sample_seconds(shape.degree, shape.fsdp_size, speed), power, memory)

@@ -183,6 +183,16 @@ class TestPromises:
                 assert placement.moved_bytes == plan.bytes(12), (seed, old, lost, new)
                 old = new
 
+    def test_roles_kept_free_let_a_replica_go_on_over_all_its_workers(self) -> None:
+        """2x4 that loses one goes on as 1x7, where neither 2x3, 1x4 nor 7x1 can hold the model."""
+        narrow = replace(MODEL, num_heads=56, num_kv_heads=56, hidden_size=7168)
+        cost = CostModel(narrow, GPUS["h200"])
+        tight = replace(GPUS["h200"], memory_bytes=cost.memory_bytes(7) / 0.9)
+        topology = Topology.from_shapes([(2, 4)] * 2, num_roles=7)
+        placement = plan_placement(topology, CostModel(narrow, tight), 64, [3])
+        assert [(r.fsdp_size, r.degree) for r in placement.topology.replicas] == [(1, 7), (2, 4)]
+        assert placement.replicas[1].power == 1.0 and not placement.topology.spares
+
     def test_32768_gpus_take_few_calls(self) -> None:
         """The seconds are shown by `benchmarks/bench_planner.py`."""
         cost = CostModel(PAPER_MODEL, GPUS["b200"], domain_size=32)

@@ -105,9 +105,10 @@ def test_on_cuda_all_hooks_run_on_one_stream_beside_the_backward(device_type):
     named = [("norm.weight", module.weight)]
     with (
         mock.patch.object(fsdp, "bucket_parameters", return_value=[module.weight]),
+        mock.patch.object(fsdp, "WatchedUnit"),
         mock.patch.object(module, "named_parameters", return_value=named),
         mock.patch.object(torch.cuda, "Stream", side_effect=["its own", "another"]),
     ):
-        buckets = fsdp._install_hooks(module, plan, groups, [unit, unit], WindowState())
+        buckets, _ = fsdp._install_hooks(module, plan, groups, [unit, unit], WindowState())
     stream = "its own" if device_type == "cuda" else None
     assert unit.set_all_reduce_hook.call_args_list == [mock.call(bucket, stream=stream) for bucket in buckets]

@@ -1,11 +1,9 @@
 """What must agree before an update: the order in which buckets were reduced."""
 
 import pytest
-import torch
 
 from lightning_ntp.errors import PlanMismatchError
 from lightning_ntp.strategy.control import ControlPlane
-from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.window import StepRunner
 from lightning_ntp.topology import Topology
 from tests.engine import ShardedJob
@@ -29,12 +27,3 @@ def _other_order(rank, world, swap):
 def test_buckets_reduced_in_another_order_stop_the_step_before_the_update(pool):
     pool.run(_other_order, 3, True)
     assert pool.run(_other_order, 3, False) == [0.0, 0.0, 0.0]
-
-
-def _all_equal(rank, world):
-    control = ControlPlane(Groups(Topology.from_shapes([(1, 2), (1, 1)]), rank), torch.device("cpu"))
-    return control.all_equal(2**62 + 1), control.all_equal(rank), control.all_equal(2**62 + (rank == 1))
-
-
-def test_equality_is_asked_of_every_role_and_every_bit(pool):
-    assert pool.run(_all_equal, 3) == [(True, False, False)] * 3

@@ -32,19 +32,26 @@ class WindowState:
 
     Args:
         is_last_micro_batch: whether the backward that runs now ends the window and therefore exchanges.
+        more_to_come: whether this backward will reach the bucket again: the step ran its unit several times.
         sent_elements: elements this worker has sent inside its replica since `begin`, padding not counted.
+        order: buckets exchanged since `begin`.
+        used: names of the parameters that have had a gradient since `begin`.
     """
 
     is_last_micro_batch: bool = True
+    more_to_come: bool = False
     sent_elements: int = 0
     order: list[int] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
     held: list[tuple[torch.cuda.Event, torch.Tensor]] = field(default_factory=list)
 
     def begin(self) -> None:
         """Forget the last window."""
         self.is_last_micro_batch = True
+        self.more_to_come = False
         self.sent_elements = 0
         self.order.clear()
+        self.used.clear()
         self.release()
 
     def hold(self, buffer: torch.Tensor) -> None:
@@ -107,9 +114,9 @@ class BucketSync:
         if flat.numel() != self.plan.flat_numel:
             raise PlanMismatchError(
                 f"bucket {self.index} ({self.plan.names[0]} and {len(self.plan.names) - 1} more): got {flat.numel()} gradient "
-                f"elements, planned {self.plan.flat_numel}; a parameter without a gradient is left out by FSDP2"
+                f"elements, planned {self.plan.flat_numel}; was a parameter frozen or set free after the model had been cut?"
             )
-        if not self.window.is_last_micro_batch:
+        if self.window.more_to_come or not self.window.is_last_micro_batch:
             self._set_aside(flat)
             return
         if self._accumulated is not None:

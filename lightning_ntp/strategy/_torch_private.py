@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,91 @@ def bucket_parameters(unit: FSDPModule) -> Sequence[nn.Parameter]:
     return [] if group is None else [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
 
 
-def fill_unused_gradients(unit: FSDPModule) -> bool:
-    """Ask FSDP2 to reduce zeros for parameters without a gradient, so that every worker's bucket has one size.
+class WatchedUnit:
+    """One FSDP unit whose forwards and backward are reported to us. Nothing of it is public:
 
-    Returns False on a torch that lacks the switch (2.11 and 2.12): a unit with unused parameters is then refused by the size
-    check of the bucket sync instead of being summed wrongly.
+    | name | reason |
+    |---|---|
+    | ``group.pre_forward`` | whether the unit runs at all |
+    | ``group._register_post_backward_hook`` | whether autograd will report that backward has left it (not without gradients) |
+    | ``group.post_backward`` | the report: it reduces the unit's gradients, and may be called for a unit that has not run |
+    | ``state._root_post_backward_final_callback`` | the end of backward, where FSDP2 reduces what autograd did not report |
+    | ``fsdp_param.unsharded_param``, ``unsharded_accumulated_grad`` | whether a parameter has a gradient |
+    | ``state._lazy_init``, ``group.finalize_backward`` | what a root that has never run, or not in this backward, lacks |
     """
-    switch = getattr(unit, "set_reduce_scatter_unused_params", None)
-    if switch is None:
-        return False
-    switch(True)
-    return True
+
+    def __init__(self, unit: FSDPModule) -> None:
+        self._unit, self._state = unit, cast(Any, unit._get_fsdp_state())
+        self._group = self._state._fsdp_param_group
+        self._post_backward: Callable[[], None] = lambda: None
+
+    def watch(
+        self,
+        ran: Callable[[], None],
+        will_pass: Callable[[], None],
+        passed: Callable[[], None],
+        end: Callable[[WatchedUnit, Callable[[], None]], None],
+    ) -> None:
+        """From now on: a forward begins; a backward pass will be reported; it is over and `reduce` is up to us; all is over."""
+        group = self._group
+        pre_forward, register = group.pre_forward, group._register_post_backward_hook
+        self._post_backward = group.post_backward
+
+        @torch.compiler.disable
+        def report_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            ran()
+            return pre_forward(module, args, kwargs)
+
+        def report_registration(args: Any, kwargs: Any) -> Any:
+            new_args, new_kwargs = register(args, kwargs)
+            if new_args is not args or new_kwargs is not kwargs:
+                will_pass()
+            return new_args, new_kwargs
+
+        @torch.compiler.disable
+        def report_backward(*_: Any) -> None:
+            passed()
+
+        group.pre_forward, group._register_post_backward_hook = report_forward, report_registration
+        group.post_backward = report_backward
+        self.watch_end(end)
+
+    def watch_end(self, end: Callable[[WatchedUnit, Callable[[], None]], None]) -> None:
+        """From now on ``end(self, finish)`` runs where backward through this unit's root ends, if it began at this unit."""
+        finish = self._state._root_post_backward_final_callback
+        self._state._root_post_backward_final_callback = lambda: end(self, finish)
+
+    def reduce(self) -> list[bool]:
+        """Reduce-scatter and exchange the unit's bucket; zeros stand in for missing gradients, so that it always has one size.
+
+        Returns:
+            Per trainable parameter, in bucket order, whether it had a gradient.
+        """
+        trainable = [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+        if not all(hasattr(p, "_unsharded_param") for p in trainable):  # has never run
+            if self._state._is_root is None:
+                self._state._lazy_init()
+            self._unit.unshard()
+            self._unit.reshard()
+        have = [p.unsharded_accumulated_grad is not None or p.unsharded_param.grad is not None for p in trainable]
+        for parameter, has_gradient in zip(trainable, have, strict=True):
+            if not has_gradient:
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+        self._post_backward()
+        return have
+
+    def contains(self, other: WatchedUnit) -> bool:
+        """Whether the other unit is a part of this one's module."""
+        return any(module is cast(nn.Module, other._unit) for module in cast(nn.Module, self._unit).modules())
+
+    def shares_root_with(self, other: WatchedUnit) -> bool:
+        """Whether one backward ends for both."""
+        return bool(self._state._state_ctx is other._state._state_ctx)
+
+    def finish_alone(self) -> None:
+        """After `reduce` of a unit through whose root no backward went."""
+        self._group._training_state = type(self._group._training_state).IDLE
+        self._group.finalize_backward()
 
 
 def new_group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup | None:

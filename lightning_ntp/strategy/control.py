@@ -50,7 +50,7 @@ class ControlPlane:
         return total.to(value.device)
 
     def extreme(self, value: torch.Tensor, largest: bool) -> torch.Tensor:
-        """Elementwise maximum or minimum over data rows."""
+        """Elementwise maximum or minimum over all workers, whatever their role."""
         result = value.detach().to(self.device).clone()
         dist.all_reduce(result, dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN, group=self.groups.live)
         return result.to(value.device)
@@ -62,12 +62,6 @@ class ControlPlane:
     def any_agrees(self, decision: bool) -> bool:
         """Whether some worker says yes."""
         return bool(self.extreme(torch.tensor(int(decision)), largest=True))
-
-    def all_equal(self, number: int) -> bool:
-        """Whether every worker, of whatever role, has the same 63-bit number."""
-        both = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.groups.live)
-        return int(both[0]) == -int(both[1])
 
     def gather_rows(self, value: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of all data rows, in their order. Shapes may differ in size, not in the number of dims."""

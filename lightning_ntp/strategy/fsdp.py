@@ -18,7 +18,8 @@ from lightning_ntp.dtensor.placement import UnevenShard, wrap_local
 from lightning_ntp.dtensor.vocab import VocabHead, connect_head
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.model_spec import Cell, Coordinates, ModelPlan, ParamSpec, Style
-from lightning_ntp.strategy._torch_private import bucket_parameters, fill_unused_gradients
+from lightning_ntp.strategy._torch_private import WatchedUnit, bucket_parameters
+from lightning_ntp.strategy.backward_watch import BackwardWatch
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.sync_plan import plan_sync
 
@@ -51,6 +52,7 @@ class ShardedModel:
         buckets: one per FSDP unit with trainable parameters, in the global order.
         window: state shared by the buckets.
         units: the FSDP units, in bucket order.
+        watch: what keeps the buckets' exchanges in step.
     """
 
     module: nn.Module
@@ -59,6 +61,7 @@ class ShardedModel:
     buckets: tuple[BucketSync, ...]
     window: WindowState
     units: tuple[FSDPModule, ...]
+    watch: BackwardWatch
 
     @property
     def coordinates(self) -> Coordinates:
@@ -75,13 +78,19 @@ class ShardedModel:
 
     def begin_window(self) -> None:
         """Call once before the first micro-batch of an optimizer step."""
+        self.watch.begin_micro_batch()
         self.window.begin()
         for bucket in self.buckets:
             bucket.forget()
 
-    def set_last_micro_batch(self, is_last: bool) -> None:
-        """Say before each forward whether its backward ends the window: only then are gradients exchanged."""
+    def set_last_micro_batch(self, is_last: bool, counts: bool = True) -> None:
+        """Say before each forward whether its backward ends the window: only then are gradients exchanged.
+
+        Args:
+            counts: False for a ghost, which does not make a parameter a used one.
+        """
         self.window.is_last_micro_batch = is_last
+        self.watch.begin_micro_batch(counts)
 
     def finish_backward(self) -> None:
         """Call after the window's last backward: buffers held for other streams are given back."""
@@ -93,6 +102,26 @@ class ShardedModel:
         for spec, parameter in self.parameters():
             if parameter.grad is not None and (wanted is None or id(parameter) in wanted):
                 yield spec, local_of(parameter.grad)
+
+    def window_marks(self) -> list[int]:
+        """What workers tell each other about a window. Local.
+
+        Returns:
+            1 or 0: for each parameter, in plan order, whether it has had a gradient; then for each bucket, whether autograd reports it.
+        """
+        used = [int(spec.fqn in self.window.used) for spec in self.plan.params]
+        return used + [int(reported) for reported in self.watch.reported]
+
+    def settle_window(self, marks: Sequence[int]) -> None:
+        """Parameters that no worker used get None back, as in one process: an optimizer must not decay them. Local.
+
+        Args:
+            marks: `window_marks` of all workers, combined by maximum.
+        """
+        for (_, parameter), used in zip(self.parameters(), marks, strict=False):
+            if not used:
+                parameter.grad = None
+        self.watch.settle_order([bool(mark) for mark in marks[len(self.plan.params) :]])
 
     @torch.no_grad()
     def scale_gradients(self, factor: torch.Tensor | float, of: Collection[torch.Tensor] | None = None) -> None:
@@ -143,8 +172,8 @@ def shard_model(
     _cut_parameters(module, plan, groups, at)
     units = _apply_fsdp(module, plan, groups, at, mp_policy or MixedPrecisionPolicy(), roots)
     window = WindowState()
-    buckets = _install_hooks(module, plan, groups, units, window)
-    return ShardedModel(module, plan, groups, buckets, window, units)
+    buckets, watch = _install_hooks(module, plan, groups, units, window)
+    return ShardedModel(module, plan, groups, buckets, window, units, watch)
 
 
 def _connect_heads(module: nn.Module) -> None:
@@ -212,7 +241,6 @@ def _apply_fsdp(
     for sharded in units:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-        fill_unused_gradients(sharded)
     return tuple(units)
 
 
@@ -228,17 +256,21 @@ def _placement_function(
 
 def _install_hooks(
     module: nn.Module, plan: ModelPlan, groups: Groups, units: Sequence[FSDPModule], window: WindowState
-) -> tuple[BucketSync, ...]:
+) -> tuple[tuple[BucketSync, ...], BackwardWatch]:
     name_of = {parameter: name for name, parameter in module.named_parameters()}
     buckets: list[BucketSync] = []
+    watched: list[tuple[WatchedUnit, list[str]]] = []
+    others: list[WatchedUnit] = []
     # One stream for all buckets: exchanges on several communicators must start in the same order on every worker.
     stream = torch.cuda.Stream() if groups.device_type == "cuda" else None
     for unit in units:
         specs = [plan.by_fqn[name_of[p]] for p in bucket_parameters(unit) if p.requires_grad]
         if not specs:
+            others.append(WatchedUnit(unit))
             continue
         sync_plan = plan_sync(specs, groups.topology, groups.worker)
         bucket = BucketSync(len(buckets), sync_plan, groups.replica, groups.slots, window)
         unit.set_all_reduce_hook(bucket, stream=stream)
         buckets.append(bucket)
-    return tuple(buckets)
+        watched.append((WatchedUnit(unit), [spec.fqn for spec in specs]))
+    return tuple(buckets), BackwardWatch(watched, others, window)

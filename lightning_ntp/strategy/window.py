@@ -103,7 +103,7 @@ class StepRunner:
         reported: Any = None
         for index, (micro, weight) in enumerate(zip(batch.batches, batch.weights, strict=True)):
             last = ends_window and index == len(batch.batches) - 1
-            self._prepare(trainer, window, weight, last)
+            self._prepare(trainer, window, weight, last, not batch.ghosts[index])
             self.in_training_step = True
             try:
                 with log.micro_batch(micro, weight), batch.alone(index, module):
@@ -120,7 +120,7 @@ class StepRunner:
         return reported
 
     def total_count(self) -> float:
-        """The count of the whole window over all data rows.
+        """The count of the whole window over all data rows; gradients that no worker has are gone afterwards.
 
         Raises:
             PlanMismatchError: replicas reduced their buckets in different orders. Nothing has been updated yet.
@@ -130,11 +130,14 @@ class StepRunner:
         if self.window is None:
             raise RuntimeError("no window is open")
         buckets = self.sharded.window
-        if not self.control.all_equal(buckets.order_digest):
+        mine = [buckets.order_digest, -buckets.order_digest, *self.sharded.window_marks()]
+        highest, lowest, *marks = self.control.extreme(torch.tensor(mine), largest=True).tolist()
+        if highest != -lowest:
             raise PlanMismatchError(
                 f"this worker reduced the gradient buckets in the order {buckets.order}, another one in another order, so their "
                 "sums are wrong and nothing was updated. Make the model's branches run in one order on all data rows."
             )
+        self.sharded.settle_window(marks)
         return float(self.control.sum_rows(torch.tensor(self.window.count, dtype=torch.float64)))
 
     def end(self) -> WindowState:
@@ -145,8 +148,8 @@ class StepRunner:
             raise RuntimeError("no window is open")
         return window
 
-    def _prepare(self, trainer: Any, window: WindowState, weight: float, last: bool) -> None:
-        self.sharded.set_last_micro_batch(last)
+    def _prepare(self, trainer: Any, window: WindowState, weight: float, last: bool, counts: bool) -> None:
+        self.sharded.set_last_micro_batch(last, counts)
         self.loss_scale = weight / window.constant
         # The same on all roles of a row; derived, so that a replay draws the same.
         reseed(self.seed, trainer.current_epoch, trainer.global_step, window.num_micro_batches, self.control.row)

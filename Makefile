@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one, or say make PYTHON=/path/to/python"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,nvml]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,nvml,titan]'
 	touch $@
 
 check: $(STAMP) ## lint, types, layers

@@ -22,7 +22,7 @@ STATE_BYTES_PER_PARAMETER = {"32-true": 16, "bf16-mixed": 16, "bf16-true": 8, "6
 """Parameter, gradient and two Adam moments, by precision. Also the list of supported precisions."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: LightningCLI reads a default through vars()
 class RecoveryConfig:
     """What happens when a worker is lost.
 

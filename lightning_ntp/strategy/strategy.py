@@ -270,5 +270,5 @@ def _apply_to_micro_batches(batch: Any, apply: Callable[[Any], Any]) -> Any:
 def strategy_class(framework: str = "lightning.pytorch") -> type[NTPStrategyLogic]:
     """`NTPStrategyLogic` over the ParallelStrategy of ``lightning.pytorch`` or ``pytorch_lightning``: two class trees."""
     base = importlib.import_module(f"{framework}.strategies").ParallelStrategy
-    namespace = {"__doc__": NTPStrategyLogic.__doc__, "__module__": __name__, "framework": framework}
+    namespace = {"__doc__": NTPStrategyLogic.__doc__, "__module__": "lightning_ntp", "framework": framework}
     return type(base)("NTPStrategy", (NTPStrategyLogic, base), namespace)

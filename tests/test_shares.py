@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import DataCollatorWithFlattening
 
 from lightning_ntp.strategy.sampler import global_order
 from tests import lightning_jobs as jobs
+from tests.models import float64_norms
 
 
 class WeightedLlama(jobs.TinyLlama):
@@ -59,3 +61,47 @@ def test_seven_samples_as_four_and_three_are_the_mean_of_one_process(pool, kind)
     assert state.keys() == named.keys()
     assert max(float((state[name] - named[name].detach()).abs().max()) for name in state) < 1e-9
     assert {tuple(sizes) for _, sizes in results} == {(4, 4), (3, 3)}
+
+
+class PackedLlama(jobs.TinyLlama):
+    """Whole sequences of unequal length in one row, told apart by ``position_ids``; never heard of caches, as most users."""
+
+    cache: ClassVar[dict[str, bool]] = {}
+
+    def training_step(self, packed: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.model(**packed, **self.cache).loss
+
+
+class ToldLlama(PackedLlama):
+    """The twin, in which nobody else switches the cache off."""
+
+    cache: ClassVar[dict[str, bool]] = {"use_cache": False}
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, list[int]]]):
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = [(3 * index + 5 * position) % jobs.VOCAB for position in range(3 + index % 4)]
+        return {"input_ids": ids, "labels": ids}
+
+
+def _packed_loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Sequences(), collate_fn=DataCollatorWithFlattening(return_tensors="pt"), **options)
+
+
+def _fit_packed(rank: int, world: int) -> Any:
+    with jobs.as_worker(rank, world):
+        strategy = jobs.ntp(replica_sizes=[3, 2], batch_weight="tokens")
+        jobs.trainer(strategy, world, max_epochs=2).fit(PackedLlama(), _packed_loader(batch_size=4))
+        return jobs.whole_state(strategy)
+
+
+def test_packed_sequences_are_shared_and_do_not_see_each_other(pool):
+    state = pool.run(_fit_packed, 5)[0]
+    twin = ToldLlama()
+    with float64_norms():
+        jobs.trainer("auto", 1, max_epochs=2).fit(twin, _packed_loader(batch_size=7))
+    named = dict(twin.named_parameters())
+    assert max(float((state[name] - named[name].detach()).abs().max()) for name in state) < 1e-9

@@ -12,9 +12,10 @@ releases.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -97,6 +98,22 @@ def plan_model(
         num_roles=num_roles,
         loss_order=tuple(loss_order),
     )
+
+
+def train_without_cache(model: nn.Module) -> None:
+    """Hugging Face models inside keep no keys and values while training or wherever labels are given, unless the caller says so.
+
+    With a cache, which is their default, transformers does not look for packed sequences in ``position_ids``: each would attend to
+    those before it. Nobody reads the cache there, and it holds memory. Local; call once per model.
+    """
+
+    def say_no(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        wanted = module.training or options.get("labels") is not None
+        return args, ({"use_cache": False} | options if wanted else options)
+
+    for outermost in _outermost_models(dict(model.named_modules())).values():
+        if "use_cache" in inspect.signature(type(outermost).forward).parameters:
+            outermost.register_forward_pre_hook(say_no, with_kwargs=True)
 
 
 def _own_plan(modules: Mapping[str, nn.Module], plan: Literal["auto"] | Mapping[str, str]) -> dict[str, Planned]:

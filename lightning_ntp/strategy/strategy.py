@@ -132,11 +132,12 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         return sharded
 
     def _plan(self, module: Any, topology: Topology) -> ModelPlan:
+        # Imports transformers, which takes seconds; the process that only launches workers never comes here.
+        from lightning_ntp.strategy.huggingface import plan_model, train_without_cache
+
+        train_without_cache(module)
         if isinstance(self.config.plan, ModelPlan):
             return self.config.plan
-        # Imports transformers, which takes seconds; the process that only launches workers never comes here.
-        from lightning_ntp.strategy.huggingface import plan_model
-
         return plan_model(module, topology.num_roles, topology.loss_order, self.config.plan)
 
     def _choose(self, module: Any) -> ShapeChoice:

@@ -188,12 +188,6 @@ def test_a_fused_optimizer_on_mixed_devices():
         checks.check_optimizers([optimizer], torch.nn.Linear(1, 1))
 
 
-class ManualLlama(jobs.TinyLlama):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class BareParameter(jobs.TinyLlama):
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +211,6 @@ def _short(drop_last: bool = False) -> DataLoader:
 
 
 CASES: dict[str, tuple[type, Callable[[], Any], dict[str, Any], type[NTPError], str]] = {
-    "manual": (ManualLlama, _short, {}, ConfigError, "automatic_optimization=False"),
     "bare": (BareParameter, _short, {}, ConfigError, "parameter scale belongs to the LightningModule itself"),
     "no plan": (NoPlan, _short, {}, UnsupportedModelError, "holds no Hugging Face model and no plan was given"),
     "heads": (

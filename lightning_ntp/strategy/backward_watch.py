@@ -72,6 +72,20 @@ class BackwardWatch:
         self._passes = [UnitPass() for _ in self._units]
         self._ended: list[WatchedUnit] = []
 
+    def begin_backward(self) -> None:
+        """Call before one of several backward passes through forwards that have run already: each is a window of its own."""
+        pending = [this.pending > 0 for this in self._passes]
+        used = [this.ran and not this.reduced for this in self._passes]
+        self._passes = [
+            UnitPass(ran=fresh or self._shares_root(index, pending), pending=this.pending)
+            for index, (this, fresh) in enumerate(zip(self._passes, used, strict=True))
+        ]
+        self._ended = []
+
+    def _shares_root(self, index: int, chosen: Sequence[bool]) -> bool:
+        units = [unit for unit, is_chosen in zip(self._units, chosen, strict=True) if is_chosen]
+        return any(self._units[index].shares_root_with(unit) for unit in units)
+
     @property
     def reported(self) -> list[bool]:
         """Per bucket, whether autograd has ever announced that it will report leaving the unit."""

@@ -52,12 +52,7 @@ def check_precision(precision: object) -> None:
 
 
 def check_trainer(trainer: Any, module: Any) -> None:
-    """ConfigError for loops that the strategy cannot run."""
-    if not module.automatic_optimization:
-        raise ConfigError(
-            f'{type(module).__name__} sets automatic_optimization=False; strategy "ntp" runs the optimizer step itself, as a step '
-            "must be whole on all replicas or on none; use automatic optimization with one optimizer"
-        )
+    """UnsupportedModelError for what the strategy's loops cannot run."""
     if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         raise UnsupportedModelError(
             "SyncBatchNorm needs equally many micro-batches everywhere, and ragged replicas run different numbers of them; "

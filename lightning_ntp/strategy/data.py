@@ -225,6 +225,7 @@ class LoaderPlan:
         window: loop batches per optimizer step.
         start_at: loop batches (global batches) of the epoch that are trained on already: the first pass leaves them out and
             goes on in the order of an undisturbed run. The length of the loader stays that of the whole epoch.
+        manual: the user's training_step optimizes, see `RowShares.manual`.
     """
 
     topology: Topology
@@ -234,9 +235,12 @@ class LoaderPlan:
     training: bool
     window: Callable[[], int] = lambda: 1
     start_at: int = 0
+    manual: bool = False
 
     def shares(self, batch_size: int) -> RowShares:
         """Who runs how much when the user's loader has this batch size."""
+        if self.training and self.manual:
+            return RowShares.manual(self.topology, batch_size, self.num_healthy_rows)
         if self.training:
             return RowShares.training(self.topology, batch_size, self.num_healthy_rows)
         return RowShares.evaluation(self.topology, batch_size)

@@ -83,6 +83,13 @@ class ShardedModel:
         for bucket in self.buckets:
             bucket.forget()
 
+    def begin_backward(self) -> None:
+        """Call before one of several backward passes of a step that exchanges at each (manual optimization)."""
+        self.window.begin()
+        self.watch.begin_backward()
+        for bucket in self.buckets:
+            bucket.forget()
+
     def set_last_micro_batch(self, is_last: bool, counts: bool = True) -> None:
         """Say before each forward whether its backward ends the window: only then are gradients exchanged.
 
@@ -112,16 +119,14 @@ class ShardedModel:
         used = [int(spec.fqn in self.window.used) for spec in self.plan.params]
         return used + [int(reported) for reported in self.watch.reported]
 
-    def settle_window(self, marks: Sequence[int]) -> None:
-        """Parameters that no worker used get None back, as in one process: an optimizer must not decay them. Local.
+    def settle_window(self, marks: Sequence[int]) -> dict[str, bool]:
+        """Whether any worker used each parameter, by name; settles the order of the next window's buckets. Local.
 
         Args:
             marks: `window_marks` of all workers, combined by maximum.
         """
-        for (_, parameter), used in zip(self.parameters(), marks, strict=False):
-            if not used:
-                parameter.grad = None
         self.watch.settle_order([bool(mark) for mark in marks[len(self.plan.params) :]])
+        return {spec.fqn: bool(mark) for spec, mark in zip(self.plan.params, marks, strict=False)}
 
     @torch.no_grad()
     def scale_gradients(self, factor: torch.Tensor | float, of: Collection[torch.Tensor] | None = None) -> None:

@@ -91,12 +91,14 @@ class RowShares:
         num_healthy_rows: data rows of the healthy job; the global batch stays batch_size * num_healthy_rows after a loss.
         weights: per live data row what it can do relative to the others.
         replicas: per live data row the replica it belongs to.
+        in_one_piece: each row runs its share as one micro-batch, however large, as in manual optimization.
     """
 
     batch_size: int
     num_healthy_rows: int
     weights: tuple[int, ...]
     replicas: tuple[int, ...]
+    in_one_piece: bool = False
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.num_healthy_rows < 1:
@@ -113,6 +115,13 @@ class RowShares:
         rows = topology.data_rows
         degrees = tuple(topology.replicas[replica].degree for replica, _ in rows)
         return cls(batch_size, num_healthy_rows or len(rows), degrees, tuple(replica for replica, _ in rows))
+
+    @classmethod
+    def manual(cls, topology: Topology, batch_size: int, num_healthy_rows: int | None = None) -> RowShares:
+        """Equal shares in one piece each: a training_step that optimizes by itself runs once per loop batch."""
+        rows = topology.data_rows
+        healthy = num_healthy_rows or len(rows)
+        return cls(batch_size, healthy, (1,) * len(rows), tuple(replica for replica, _ in rows), in_one_piece=True)
 
     @classmethod
     def evaluation(cls, topology: Topology, batch_size: int) -> RowShares:
@@ -137,7 +146,7 @@ class RowShares:
         """
         shares = self.shares(num_samples, already_dealt)
         mates = [share for share, replica in zip(shares, self.replicas, strict=True) if replica == self.replicas[row]]
-        num_parts = max(1, *(-(-share // self.batch_size) for share in mates))
+        num_parts = 1 if self.in_one_piece else max(1, *(-(-share // self.batch_size) for share in mates))
         base, rest = divmod(shares[row], num_parts)
         return tuple(base + (part < rest) for part in range(num_parts))
 

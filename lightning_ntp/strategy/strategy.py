@@ -37,6 +37,7 @@ from lightning_ntp.strategy.evaluation import Evaluation
 from lightning_ntp.strategy.fsdp import ShardedModel, shard_model
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.launcher import WorkerLauncher
+from lightning_ntp.strategy.manual import ManualOptimization
 from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.saving import Saving
 from lightning_ntp.strategy.screen import first_screen, say_batches
@@ -200,6 +201,7 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
                 self.control.num_rows,
                 training,
                 lambda: trainer.accumulate_grad_batches,
+                manual=not self.lightning_module.automatic_optimization,
             ),
         )
         if training and self._num_training_loaders == 1:
@@ -272,4 +274,4 @@ def strategy_class(framework: str = "lightning.pytorch") -> type[NTPStrategyLogi
     """`NTPStrategyLogic` over the ParallelStrategy of ``lightning.pytorch`` or ``pytorch_lightning``: two class trees."""
     base = importlib.import_module(f"{framework}.strategies").ParallelStrategy
     namespace = {"__doc__": NTPStrategyLogic.__doc__, "__module__": "lightning_ntp", "framework": framework}
-    return type(base)("NTPStrategy", (NTPStrategyLogic, base), namespace)
+    return type(base)("NTPStrategy", (ManualOptimization, NTPStrategyLogic, base), namespace)

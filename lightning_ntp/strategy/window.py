@@ -72,6 +72,7 @@ class StepRunner:
         self.sharded, self.control, self.seed = sharded, control, seed
         self.window: WindowState | None = None
         self.loss_scale = 1.0
+        self.micro_batch: Any = None  # the one that runs
         self.in_training_step = False
 
     def begin(self, constant: float) -> None:
@@ -123,12 +124,26 @@ class StepRunner:
         """The count of the whole window over all data rows; gradients that no worker has are gone afterwards.
 
         Raises:
-            PlanMismatchError: replicas reduced their buckets in different orders. Nothing has been updated yet.
+            PlanMismatchError: see `settle`.
 
         Collective over all workers with a role.
         """
         if self.window is None:
             raise RuntimeError("no window is open")
+        used = self.settle()
+        for spec, parameter in self.sharded.parameters():
+            if not used[spec.fqn]:
+                parameter.grad = None  # as in one process: an optimizer must not decay what nobody used
+        return float(self.control.sum_rows(torch.tensor(self.window.count, dtype=torch.float64)))
+
+    def settle(self) -> dict[str, bool]:
+        """After an exchange: whether any worker used each parameter; the order of buckets of the next one is agreed on.
+
+        Raises:
+            PlanMismatchError: replicas reduced their buckets in different orders. Nothing has been updated yet.
+
+        Collective over all workers with a role.
+        """
         buckets = self.sharded.window
         mine = [buckets.order_digest, -buckets.order_digest, *self.sharded.window_marks()]
         highest, lowest, *marks = self.control.extreme(torch.tensor(mine), largest=True).tolist()
@@ -137,8 +152,7 @@ class StepRunner:
                 f"this worker reduced the gradient buckets in the order {buckets.order}, another one in another order, so their "
                 "sums are wrong and nothing was updated. Make the model's branches run in one order on all data rows."
             )
-        self.sharded.settle_window(marks)
-        return float(self.control.sum_rows(torch.tensor(self.window.count, dtype=torch.float64)))
+        return self.sharded.settle_window(marks)
 
     def end(self) -> WindowState:
         """Close the window; the gradients are summed over all workers."""

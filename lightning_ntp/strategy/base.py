@@ -65,12 +65,12 @@ class StrategyBase(_Base):
 
     @property
     def cluster_environment(self) -> Any:
-        """Lightning's where an outer launcher made the processes (SLURM, torchrun), ours otherwise."""
+        """Lightning's under SLURM and the like; ours for a plain script, our launcher, and torchrun, whose nodes may be unequal."""
         return self._cluster_environment
 
     @cluster_environment.setter
     def cluster_environment(self, environment: Any) -> None:
-        if type(environment).__name__ == "LightningEnvironment":
+        if type(environment).__name__ in ("LightningEnvironment", "TorchElasticEnvironment"):
             environment = WorkerEnvironment.read(os.environ)
         self._cluster_environment = environment
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -80,16 +82,25 @@ class Machine:
         num_nodes: machines.
         devices_per_node: devices of each that take part.
         memory_bytes: of one device; None where it is not known (CPU), and then everything fits.
+        domain_sizes: devices of each scale-up domain, in the order of global ranks; the nodes unless given.
+        domain: what a domain is.
     """
 
     num_nodes: int
     devices_per_node: int
     memory_bytes: int | None = None
+    domain_sizes: tuple[int, ...] = ()
+    domain: str = "node"
+
+    @property
+    def domains(self) -> tuple[int, ...]:
+        """Devices of each scale-up domain."""
+        return self.domain_sizes or (self.devices_per_node,) * self.num_nodes
 
     @property
     def num_devices(self) -> int:
         """Devices of the whole job."""
-        return self.num_nodes * self.devices_per_node
+        return sum(self.domains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +130,7 @@ class ShapeChoice:
     Args:
         shapes: (fsdp size, tp degree) per replica.
         reason: one sentence.
-        alternatives: keyword arguments that would choose otherwise.
+        alternatives: options that would choose otherwise, each with its shapes.
     """
 
     shapes: tuple[Shape, ...]
@@ -131,7 +142,8 @@ def choose_shapes(config: StrategyConfig, machine: Machine, model: ModelSize) ->
     """Replica shapes for a job.
 
     Without sizes: the smallest replica that still fits after one loss, and two of them wherever two fit at all; devices that are
-    left over make some replicas larger, so 7 devices of 8 start ragged. A replica stays inside a node unless it needs more. Weights are cut over fsdp alone while the model is small, else over tp within a node.
+    left over make some replicas larger, so 7 devices of 8 start ragged. A replica stays inside a scale-up domain (node or NVLink
+    fabric) unless it needs more. Weights are cut over fsdp alone while the model is small, else over tp within a domain.
 
     Raises:
         ConfigError: sizes that do not add up to the devices, or a model that fits nowhere.
@@ -154,25 +166,51 @@ def _given_shapes(shapes: tuple[Shape, ...], machine: Machine) -> ShapeChoice:
 
 
 def _automatic(machine: Machine, model: ModelSize) -> ShapeChoice:
-    total, per_node = machine.num_devices, machine.devices_per_node
-    if total == 1:
+    if machine.num_devices == 1:
         return ShapeChoice(((1, 1),), "one device: plain training")
-    fewest = _fewest_devices(machine, model)
-    alternatives = ("num_replicas=...", "tensor_parallel_size=...", "replica_sizes=[...]")
-    if fewest + 1 > per_node and machine.num_nodes > 1:
-        shapes = _spanning(machine, fewest + 1, model)
-        reason = f"a replica that survives a loss needs {fewest + 1} devices, more than a node has"
-        return ShapeChoice(shapes, reason, alternatives)
-    num = max(1, per_node // (fewest + 1))
+    fewest, domains = _fewest_devices(machine, model), machine.domains
     reason = f"{fewest} device(s) hold the model, one more leaves room for a loss"
-    if num * machine.num_nodes == 1 and per_node // fewest > 1:
-        num, reason = (
-            2,
-            f"{fewest} device(s) hold the model and two replicas fit, though one of them has no room for a loss",
-        )
-    elif num * machine.num_nodes == 1:
+    if len(domains) > 1 and (min(domains) < fewest or max(domains) <= fewest):
+        shapes = _spanning(machine, fewest + 1, model)
+        reason = f"a replica that survives a loss needs {fewest + 1} devices, more than a {machine.domain} has"
+        return ShapeChoice(shapes, reason, _alternatives(machine, model, shapes))
+    counts = [max(1, size // (fewest + 1)) for size in domains]
+    if counts == [1] and domains[0] // fewest > 1:
+        counts = [2]
+        reason = f"{fewest} device(s) hold the model and two replicas fit, though one of them has no room for a loss"
+    elif counts == [1]:
         reason += "; a second replica does not fit"
-    return ShapeChoice(_shapes(_split(per_node, num), machine, model) * machine.num_nodes, reason, alternatives)
+    if len(domains) > 1:
+        reason += f"; no replica leaves its {machine.domain}"
+    # A domain that lacks a few devices is cut like a whole one while its replicas hold the model: they differ by a role, not in kind.
+    most = max(counts)
+    counts = [most if size // most >= fewest else count for size, count in zip(domains, counts, strict=True)]
+    sizes = [part for size, count in zip(domains, counts, strict=True) for part in _split(size, count)]
+    shapes = _shapes(sizes, machine, model)
+    return ShapeChoice(shapes, reason, _alternatives(machine, model, shapes))
+
+
+def _alternatives(machine: Machine, model: ModelSize, chosen: tuple[Shape, ...]) -> tuple[str, ...]:
+    """Options that lead to other shapes which hold the model, with those shapes."""
+    fewest, half, widest = _fewest_devices(machine, model), len(chosen) // 2, min(machine.domains)
+    options: list[dict[str, int]] = [{"num_replicas": num} for num in (1, half, 2 * len(chosen)) if num]
+    options += [{"tensor_parallel_size": degree} for degree in (2, widest) if degree > 1]
+    found: dict[tuple[Shape, ...], str] = {tuple(chosen): ""}
+    for option in options:
+        try:
+            shapes = _from_sizes(StrategyConfig(**option), machine, model).shapes  # type: ignore[arg-type]
+        except ConfigError:
+            continue
+        if min(fsdp * tp for fsdp, tp in shapes) >= fewest:
+            [(name, value)] = option.items()
+            found.setdefault(shapes, f"{name}={value}: {_described(shapes)}")
+    return tuple(text for text in found.values() if text)
+
+
+def _described(shapes: Sequence[Shape]) -> str:
+    """``2 of 4x1, 1 of 3x1``: runs of equal (fsdp x tp) replicas."""
+    runs = [(shape, len(list(run))) for shape, run in itertools.groupby(shapes)]
+    return ", ".join(f"{count} of {fsdp}x{tp}" for (fsdp, tp), count in runs)
 
 
 def _fewest_devices(machine: Machine, model: ModelSize) -> int:
@@ -190,7 +228,7 @@ def _fewest_devices(machine: Machine, model: ModelSize) -> int:
 
 
 def _shapes(sizes: Sequence[int], machine: Machine, model: ModelSize) -> tuple[Shape, ...]:
-    """Shapes of replicas inside a node. Unequal ones that need tp use it alone: then their layouts nest."""
+    """Shapes of replicas inside domains. Unequal ones that need tp use it alone: then their layouts nest."""
     shapes = tuple(_shape(size, machine, model) for size in sizes)
     if len(set(sizes)) > 1 and any(degree > 1 for _, degree in shapes):
         return tuple((1, size) for size in sizes)
@@ -198,10 +236,12 @@ def _shapes(sizes: Sequence[int], machine: Machine, model: ModelSize) -> tuple[S
 
 
 def _spanning(machine: Machine, size: int, model: ModelSize) -> tuple[Shape, ...]:
-    """Replicas of whole nodes: tp inside a node, fsdp over nodes."""
-    nodes = -(-size // machine.devices_per_node)
-    fsdp, tp = _shape(machine.devices_per_node, machine, model)
-    return tuple((fsdp * span, tp) for span in _split(machine.num_nodes, max(1, machine.num_nodes // nodes)))
+    """Replicas of whole domains: tp inside a domain, fsdp over them."""
+    domains = machine.domains
+    each = -(-size // min(domains))
+    _, tp = _shape(math.gcd(*domains), machine, model)
+    ends = itertools.accumulate(_split(len(domains), max(1, len(domains) // each)), initial=0)
+    return tuple((sum(domains[start:end]) // tp, tp) for start, end in itertools.pairwise(ends))
 
 
 def _shape(size: int, machine: Machine, model: ModelSize) -> Shape:

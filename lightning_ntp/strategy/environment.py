@@ -20,6 +20,7 @@ class WorkerEnvironment:
         started_by_launcher: RANK and WORLD_SIZE were set.
         main_address: host of the rendezvous.
         main_port: its port.
+        local_world: processes on this node; 0 where the launcher does not say.
     """
 
     world: int = 1
@@ -29,10 +30,11 @@ class WorkerEnvironment:
     started_by_launcher: bool = False
     main_address: str = "127.0.0.1"
     main_port: int = 0
+    local_world: int = 0
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> WorkerEnvironment:
-        """From RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK or NODE_RANK, MASTER_ADDR and MASTER_PORT.
+        """From RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK or NODE_RANK, MASTER_ADDR and MASTER_PORT.
 
         Raises:
             ConfigError: one of them is no number, or RANK is not below WORLD_SIZE.
@@ -45,9 +47,9 @@ class WorkerEnvironment:
         local = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else number["RANK"]
         node = next((_number(environ, name) for name in ("GROUP_RANK", "NODE_RANK") if name in environ), 0)
         port = _number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else 0
-        return cls(
-            number["WORLD_SIZE"], number["RANK"], local, node, True, environ.get("MASTER_ADDR", "127.0.0.1"), port
-        )
+        address = environ.get("MASTER_ADDR", "127.0.0.1")
+        local_world = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 0
+        return cls(number["WORLD_SIZE"], number["RANK"], local, node, True, address, port, local_world)
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -82,7 +84,12 @@ class WorkerEnvironment:
         return self.node
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """ConfigError where the Trainer's devices are not the processes that were started."""
+        """ConfigError where the Trainer's devices are not the processes that were started.
+
+        Nodes may run unequally many: one that shows 7 of 8 GPUs, say.
+        """
+        if num_nodes > 1 and self.local_world == num_devices:
+            return
         if self.started_by_launcher and num_devices * num_nodes != self.world:
             raise ConfigError(
                 f"Trainer(devices={num_devices}, num_nodes={num_nodes}) makes {num_devices * num_nodes} workers, but "

@@ -43,7 +43,7 @@ def first_screen(sharded: ShardedModel, choice: ShapeChoice, strategy: Any, modu
         ("survives", survives(sharded.groups.topology, strategy.config.recovery.enabled)),
     ]
     if choice.alternatives:
-        rows.insert(2, ("other layouts", ", ".join(choice.alternatives)))
+        rows.insert(2, ("other layouts", "; ".join(choice.alternatives)))
     if strategy.root_device.type == "cpu":
         rows.append(("note", "CPU and gloo: for trying things out; figures are CPU figures"))
     info = importlib.import_module(f"{strategy.framework}.utilities.rank_zero").rank_zero_info

@@ -31,8 +31,9 @@ from lightning_ntp.strategy.config import (
     ShapeChoice,
     choose_shapes,
 )
-from lightning_ntp.strategy.control import ControlPlane, agree_with_leader
+from lightning_ntp.strategy.control import ControlPlane, agree_with_leader, gather_everyone
 from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, as_micro_batches, rebuild_loader, weigh
+from lightning_ntp.strategy.domains import find_domains, own_place
 from lightning_ntp.strategy.evaluation import Evaluation
 from lightning_ntp.strategy.fsdp import ShardedModel, shard_model
 from lightning_ntp.strategy.groups import Groups
@@ -74,7 +75,9 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         environment = self.cluster_environment
         num_devices = len(self.parallel_devices or [None])
         environment.validate_settings(num_devices=num_devices, num_nodes=self.num_nodes)
-        choose_shapes(self.config, Machine(self.num_nodes, num_devices), ModelSize(0, 0, 0))  # before anybody starts
+        started = environment.world_size() if environment.creates_processes_externally else num_devices * self.num_nodes
+        machine = Machine(self.num_nodes, num_devices, domain_sizes=(started,))
+        choose_shapes(self.config, machine, ModelSize(0, 0, 0))  # sizes that do not add up, before anybody starts
         if not environment.creates_processes_externally:
             self._launcher = WorkerLauncher.for_job(num_devices, self.num_nodes)
 
@@ -151,7 +154,11 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         memory = None
         if self.root_device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.root_device).total_memory
-        return choose_shapes(self.config, Machine(self.num_nodes, self.world_size // self.num_nodes, memory), size)
+        domains = find_domains(gather_everyone(own_place(self.root_device)))
+        machine = Machine(
+            self.num_nodes, self.world_size // self.num_nodes, memory, domains.sizes, domains.kind
+        )
+        return choose_shapes(self.config, machine, size)
 
     def _own_seed(self) -> int:
         if self.config.seed is not None:

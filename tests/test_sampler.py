@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, num_samples, rebuild_loader, weigh
+from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, rebuild_loader
+from lightning_ntp.strategy.weights import num_samples, weigh
 from lightning_ntp.strategy.sampler import GlobalBatchSampler, RowShares, deal, derive_seed, global_order
 from lightning_ntp.topology import Topology
 

@@ -8,7 +8,7 @@ Lightning's loop sees one batch and the same number of batches on every worker; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.resume import DataPosition, Resumable, Start
 from lightning_ntp.strategy.sampler import (
     GlobalBatchSampler,
     MicroBatchRequest,
@@ -24,12 +25,8 @@ from lightning_ntp.strategy.sampler import (
     global_order,
     seeded_randomness,
 )
+from lightning_ntp.strategy.weights import num_samples
 from lightning_ntp.topology import Topology
-
-BatchWeight = str | Callable[[Any], float]
-
-IGNORED_LABEL = -100
-"""The label that Hugging Face models leave out of the mean."""
 
 
 class MicroBatches(NamedTuple):
@@ -106,24 +103,30 @@ class MicroBatchStream(IterableDataset[MicroBatches]):
         self.seed, self.drop_last = seed, drop_last
         # Read by persistent DataLoader workers.
         self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
-        self.num_skipped = torch.zeros((), dtype=torch.long).share_memory_()
+        self.skipped = torch.zeros(2, dtype=torch.long).share_memory_()
 
     def set_epoch(self, epoch: int) -> None:
         """Which pass over the stream the next `iter` starts; handed on to datasets that shuffle by epoch."""
         self.epoch.fill_(epoch)
 
-    def skip(self, num_batches: int) -> None:
-        """Let the next `iter` give `SKIPPED` for so many loop batches of the whole stream: they are read, nothing is made of them."""
-        self.num_skipped.fill_(num_batches)
+    def skip(self, num_batches: int, num_samples: int) -> None:
+        """Let the next `iter` leave out the start of the stream: it is read, nothing is made of it.
+
+        Args:
+            num_batches: loop batches over all readers; `SKIPPED` is given for each.
+            num_samples: left out without a trace, for a position between two global batches; one reader only.
+        """
+        self.skipped[0], self.skipped[1] = num_batches, num_samples
 
     def __iter__(self) -> Iterator[MicroBatches]:
-        epoch, num_skipped = int(self.epoch), int(self.num_skipped)
+        epoch, (num_skipped, left_out) = int(self.epoch), self.skipped.tolist()
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         info = get_worker_info()
         reader, num_readers = (0, 1) if info is None else (info.id, info.num_workers)
         with seeded_randomness(self.seed, epoch, reader):
             stream = iter(self.dataset)
+            next(itertools.islice(stream, left_out, left_out), None)
         for number in itertools.count():
             with seeded_randomness(self.seed, epoch, reader, number):
                 samples = list(itertools.islice(stream, self.shares.global_batch_size))
@@ -146,40 +149,50 @@ class _SizedStream(MicroBatchStream):
         return size // full if self.drop_last else -(-size // full)
 
 
-class ReadyBatches:
+class ReadyBatches(Resumable):
     """Any other iterable of ready-made batches: each run of `num_healthy_rows` of them is a loop batch, one per data row.
 
     Where a replica is gone, its batches go to the rows that are left.
     """
 
+    num_readers = 1
+
     def __init__(self, batches: Iterable[Any], shares: RowShares, row: int, seed: int) -> None:
         self.batches, self.row, self.seed = batches, row, seed
         self.shares = RowShares(1, shares.num_healthy_rows, shares.weights, shares.replicas)
-        self.epoch = self.first_batch = 0
+        self.per_batch = shares.num_healthy_rows
+        self.num_units = len(batches) if _has_length(batches) else None  # type: ignore[arg-type]
+        if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
+            self.num_readers = max(1, batches.num_workers)
+        self.epoch = 0
         self.sampler = self  # Lightning tells samplers the epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Which pass the next `iter` starts; handed on to whatever the user's loader shuffles by."""
         self.epoch = epoch
 
-    def start_at(self, batch: int) -> None:
-        """Let the next `iter` begin at this loop batch; those before it are read and dropped."""
-        self.first_batch = batch
+    @property
+    def epoch_of_next_pass(self) -> int:
+        """What `set_epoch` was told."""
+        return self.epoch
 
     def __iter__(self) -> Iterator[MicroBatches]:
-        first, self.first_batch = self.first_batch, 0
+        start = self.begin_pass()
         for part in (self.batches, getattr(self.batches, "sampler", None), getattr(self.batches, "dataset", None)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self.epoch)
         with seeded_randomness(self.seed, self.epoch):
             stream = iter(self.batches)
+        num_read = 0
         for number in itertools.count():
+            wanted = self.per_batch if num_read >= start.unit else min(self.per_batch, start.unit - num_read)
             # A loader that shuffles without a generator of its own draws its order at the first batch.
             with seeded_randomness(self.seed, self.epoch, number):
-                batches = list(itertools.islice(stream, self.shares.num_healthy_rows))
+                batches = list(itertools.islice(stream, wanted))
             if not batches:
                 return
-            if number < first:
+            num_read += len(batches)
+            if num_read <= start.unit:
                 continue
             parts = self.shares.cut(self.row, batches)
             yield MicroBatches(
@@ -194,22 +207,42 @@ class _SizedReadyBatches(ReadyBatches):
         return (len(self.batches) + self.shares.num_healthy_rows - 1) // self.shares.num_healthy_rows  # type: ignore[arg-type]
 
 
-class MicroBatchLoader(DataLoader[MicroBatches]):
-    """A DataLoader over `MicroBatchDataset` or `MicroBatchStream` whose next pass may begin in the middle."""
+class MicroBatchLoader(Resumable, DataLoader[MicroBatches]):
+    """A DataLoader over `MicroBatchDataset` or `MicroBatchStream` whose pass may begin in the middle.
 
-    first_batch = 0
+    A pass reads its epoch and its start at its first batch, not at `iter`: Lightning calls `iter` before it tells the epoch,
+    and worker processes would prefetch the wrong one.
+    """
 
-    def start_at(self, batch: int) -> None:
-        """Let the next `iter` begin at this loop batch of the epoch. A stream is read up to it, other data is not touched."""
-        self.first_batch = batch
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, batch_size=None, collate_fn=_as_is, **options)
+        if isinstance(self.sampler, GlobalBatchSampler):
+            self.per_batch, self.num_units = self.sampler.per_batch, self.sampler.num_units
+        else:
+            self.per_batch = dataset.shares.global_batch_size
+            self.num_units = len(dataset.dataset) if _has_length(dataset.dataset) else None
+            self.num_readers = max(1, self.num_workers)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which pass over the data the next `iter` starts."""
+        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+
+    @property
+    def epoch_of_next_pass(self) -> int:
+        """What `set_epoch` was told."""
+        return int(self.sampler.epoch if isinstance(self.sampler, GlobalBatchSampler) else self.dataset.epoch)  # type: ignore[attr-defined]
 
     def __iter__(self) -> Any:
-        first, self.first_batch = self.first_batch, 0
+        start = self.begin_pass()
         if isinstance(self.sampler, GlobalBatchSampler):
-            self.sampler.start_at(first)
-            return super().__iter__()
-        cast(MicroBatchStream, self.dataset).skip(first)
-        return itertools.islice(super().__iter__(), first, None)
+            self.sampler.start_at(*start)
+            yield from super().__iter__()
+        elif self.is_regular(start):
+            cast(MicroBatchStream, self.dataset).skip(start.batch, 0)
+            yield from itertools.islice(super().__iter__(), start.batch, None)
+        else:
+            cast(MicroBatchStream, self.dataset).skip(0, start.unit)
+            yield from super().__iter__()
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +257,10 @@ class LoaderPlan:
         training: shares by capability and window; else equal shares in one micro-batch each.
         window: loop batches per optimizer step.
         start_at: loop batches (global batches) of the epoch that are trained on already: the first pass leaves them out and
-            goes on in the order of an undisturbed run. The length of the loader stays that of the whole epoch.
+            goes on in the order of an undisturbed run. The length of the loader stays that of the whole epoch. Where an
+            earlier loader of the same epoch is at hand, its `start_of` says it exactly.
         manual: the user's training_step optimizes, see `RowShares.manual`.
+        progress: position of the running job, for checkpoints.
     """
 
     topology: Topology
@@ -234,8 +269,9 @@ class LoaderPlan:
     num_healthy_rows: int
     training: bool
     window: Callable[[], int] = lambda: 1
-    start_at: int = 0
+    start_at: int | Start = 0
     manual: bool = False
+    progress: Callable[[], DataPosition] = lambda: DataPosition(0, 0)
 
     def shares(self, batch_size: int) -> RowShares:
         """Who runs how much when the user's loader has this batch size."""
@@ -257,6 +293,7 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBat
     """
     rebuilt = _rebuild(loader, plan)
     rebuilt.start_at(plan.start_at)
+    rebuilt.progress = plan.progress
     return rebuilt
 
 
@@ -284,9 +321,7 @@ def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBatches:
             "would be trained; set drop_last=False, a smaller batch_size or fewer data rows"
         )
     dataset = MicroBatchDataset(loader.dataset, loader.collate_fn)
-    return MicroBatchLoader(
-        dataset, batch_size=None, sampler=sampler, collate_fn=_as_is, **_worker_options(loader, plan.seed)
-    )
+    return MicroBatchLoader(dataset, sampler=sampler, **_worker_options(loader, plan.seed))
 
 
 def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> MicroBatchLoader:
@@ -301,7 +336,7 @@ def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> MicroBatchLoad
         plan.seed,
         loader.drop_last,
     )
-    rebuilt = MicroBatchLoader(stream, batch_size=None, collate_fn=_as_is, **_worker_options(loader, plan.seed))
+    rebuilt = MicroBatchLoader(stream, **_worker_options(loader, plan.seed))
     # Lightning tells samplers the epoch; a stream has none but torch's placeholder, which hands it on.
     rebuilt.sampler.set_epoch = stream.set_epoch  # type: ignore[attr-defined]
     return rebuilt
@@ -342,51 +377,3 @@ def _has_length(thing: Any) -> bool:
 
 def _as_is(item: Any) -> Any:
     return item
-
-
-def num_samples(batch: Any) -> int:
-    """Samples in a ready-made batch: size of dim 0 of the first tensor in it, 1 where there is none."""
-    return next((t.shape[0] for t in _tensors(batch) if t.dim() > 0), 1)
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        for value in batch:
-            yield from _tensors(value)
-
-
-def weigh(batch: Any, num_counted: int, weight: BatchWeight) -> float:
-    """The count of a micro-batch in the mean over the global batch.
-
-    Args:
-        batch: as the user's ``collate_fn`` made it.
-        num_counted: its samples; 0 for a ghost, which counts 0 whatever it holds.
-        weight: ``"samples"``, ``"tokens"`` (labels other than -100, less the first of each sequence, which nothing
-            predicts) or a function of the batch.
-
-    Raises:
-        ConfigError: ``"tokens"`` without ``labels`` in the batch, or a weight below 0.
-    """
-    if num_counted == 0:
-        return 0.0
-    if weight == "samples":
-        return float(num_counted)
-    if weight == "tokens":
-        labels = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
-        if not isinstance(labels, torch.Tensor):
-            raise ConfigError(
-                f'batch_weight="tokens" counts batch["labels"], and a {type(batch).__name__} has none; give '
-                "batch_weight a function of the batch that returns how much it counts"
-            )
-        return float((labels[..., 1:] != IGNORED_LABEL).sum())
-    if isinstance(weight, str):
-        raise ConfigError(f'batch_weight is "samples", "tokens" or a function of the batch, got {weight!r}')
-    count = float(weight(batch))
-    if not count >= 0:
-        raise ConfigError(f"batch_weight returned {count} for a batch; a weight is a number of at least 0")
-    return count

@@ -237,7 +237,7 @@ class GlobalBatchSampler(Sampler[MicroBatchRequest]):
         self.source, self.shares, self.row, self.seed = source, shares, row, seed
         self.drop_last, self.batched, self.window = drop_last, batched, window
         self.epoch = 0
-        self.first_batch = 0
+        self._first = (0, 0)
         generators = _generators_of(source)  # a user who seeds one wants another order for another seed
         self._source_seed = generators[0].initial_seed() if generators else 0
 
@@ -245,19 +245,34 @@ class GlobalBatchSampler(Sampler[MicroBatchRequest]):
         """Which pass over the data the next `iter` starts. Called by Lightning."""
         self.epoch = epoch
 
-    def start_at(self, batch: int) -> None:
-        """Let the next `iter` begin at this loop batch of the epoch, in the order of an undisturbed run."""
-        self.first_batch = batch
+    def start_at(self, batch: int, unit: int | None = None) -> None:
+        """Let the next `iter` begin at this loop batch of the epoch, in the order of an undisturbed run.
+
+        Args:
+            batch: number of the first loop batch.
+            unit: samples (batches of a batch sampler) before it, where global batches had another size so far.
+        """
+        self._first = batch, batch * self.per_batch if unit is None else unit
+
+    @property
+    def per_batch(self) -> int:
+        """Samples of a global batch, or batches of the user's batch sampler in one."""
+        return self.shares.num_healthy_rows if self.batched else self.shares.global_batch_size
+
+    @property
+    def num_units(self) -> int:
+        """Samples of an epoch, or batches of the user's batch sampler."""
+        return len(cast(Any, self.source))
 
     def __len__(self) -> int:
-        num_units = len(cast(Any, self.source))
-        per_batch = self.shares.num_healthy_rows if self.batched else self.shares.global_batch_size
-        return num_units // per_batch if self.drop_last else -(-num_units // per_batch)
+        return self.num_units // self.per_batch if self.drop_last else -(-self.num_units // self.per_batch)
 
     def __iter__(self) -> Iterator[MicroBatchRequest]:
-        first, self.first_batch = self.first_batch, 0
+        (first, unit), self._first = self._first, (0, 0)
+        # The shares of a window's positions depend on those before them, so start at the epoch's where it is possible.
+        base, start = (0, 0) if unit == first * self.per_batch else (first, unit)
         window, dealt = self.window(), 0
-        for number, samples in enumerate(self._global_batches()):
+        for number, samples in enumerate(self._global_batches(start), base):
             if number % window == 0:
                 dealt = 0
             if number >= first:
@@ -270,10 +285,9 @@ class GlobalBatchSampler(Sampler[MicroBatchRequest]):
             self.seed, self.epoch, tuple(indices for indices, _ in parts), tuple(count for _, count in parts)
         )
 
-    def _global_batches(self) -> Iterator[list[int]]:
-        units = global_order(self.source, self.seed, self.epoch, self._source_seed)
-        per_batch = self.shares.num_healthy_rows if self.batched else self.shares.global_batch_size
-        for start in range(0, len(units), per_batch):
+    def _global_batches(self, first_unit: int) -> Iterator[list[int]]:
+        units, per_batch = global_order(self.source, self.seed, self.epoch, self._source_seed), self.per_batch
+        for start in range(first_unit, len(units), per_batch):
             batch = units[start : start + per_batch]
             if len(batch) < per_batch and self.drop_last:
                 return

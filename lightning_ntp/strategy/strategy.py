@@ -32,8 +32,9 @@ from lightning_ntp.strategy.config import (
     choose_shapes,
 )
 from lightning_ntp.strategy.control import ControlPlane, agree_with_leader, gather_everyone
-from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, as_micro_batches, rebuild_loader, weigh
+from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, as_micro_batches, rebuild_loader
 from lightning_ntp.strategy.domains import find_domains, own_place
+from lightning_ntp.strategy.weights import weigh
 from lightning_ntp.strategy.evaluation import Evaluation
 from lightning_ntp.strategy.fsdp import ShardedModel, shard_model
 from lightning_ntp.strategy.groups import Groups

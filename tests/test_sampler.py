@@ -15,8 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, rebuild_loader
-from lightning_ntp.strategy.weights import num_samples, weigh
 from lightning_ntp.strategy.sampler import GlobalBatchSampler, RowShares, deal, derive_seed, global_order
+from lightning_ntp.strategy.weights import num_samples, weigh
 from lightning_ntp.topology import Topology
 
 RAGGED = Topology.from_shapes([(1, 3), (1, 2)])

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_ntp.strategy.resume import EpochCounts
+
 
 def results_of(trainer: Any) -> Any:
     """The metrics that ``self.log`` fills in the loop that is running; None outside of loops.
@@ -28,6 +30,35 @@ def ends_window(trainer: Any) -> bool:
 def is_last_of_epoch(trainer: Any) -> bool:
     """Whether the loop batch that is running is the last one of the epoch."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def epoch_counts(trainer: Any) -> EpochCounts:
+    """Where the fit loop stands. No public property tells a begun batch from a finished one."""
+    fit, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+    return EpochCounts(
+        fit.ready,
+        fit.started,
+        fit.processed,
+        batches.ready,
+        batches.processed,
+        batches.completed,
+        is_last_of_epoch(trainer),
+        trainer.accumulate_grad_batches,
+    )
+
+
+def shift_batches(trainer: Any, shift: int) -> None:
+    """Renumber the loop batch that a resumed epoch begins with."""
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    for name in ("ready", "started", "processed", "completed"):
+        setattr(current, name, getattr(current, name) + shift)
+
+
+def begin_epoch_anew(trainer: Any) -> None:
+    """A fit loop resumed at the first batch of an epoch starts it as any other: it would count a step and skip a validation."""
+    loop = trainer.fit_loop.epoch_loop
+    if loop.restarting and loop.batch_progress.current.processed == 0:
+        loop.restarting = False
 
 
 def run_after_closure(plugin: Any, module: Any, optimizer: Any) -> None:

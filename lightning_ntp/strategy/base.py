@@ -15,10 +15,10 @@ from lightning_ntp.strategy._lightning_private import is_last_of_epoch
 from lightning_ntp.strategy.clipping import clip_by_norm_, clip_by_value_, global_norm
 from lightning_ntp.strategy.config import RecoveryConfig, Size, StrategyConfig
 from lightning_ntp.strategy.control import ControlPlane
-from lightning_ntp.strategy.weights import BatchWeight
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.events import Observers
 from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.strategy.weights import BatchWeight
 from lightning_ntp.strategy.window import LoopBatch, StepRunner
 from lightning_ntp.topology import Topology
 

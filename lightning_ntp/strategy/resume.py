@@ -44,6 +44,7 @@ class EpochCounts:
         processed: epochs left behind, complete or cut short by ``max_steps`` or an early stop.
         batches_ready: loop batches of the latest epoch that were begun.
         batches_processed: loop batches of it that are done.
+        batches_completed: those whose end hooks have run.
         all_batches: whether the latest loop batch that was begun is the last one of its epoch.
         window: loop batches per optimizer step.
     """
@@ -53,8 +54,14 @@ class EpochCounts:
     processed: int
     batches_ready: int
     batches_processed: int
+    batches_completed: int
     all_batches: bool
     window: int
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every loop batch of the latest epoch is done; its short last window has stepped as well."""
+        return self.all_batches and self.batches_processed == self.batches_ready
 
     @property
     def position(self) -> DataPosition:
@@ -62,30 +69,31 @@ class EpochCounts:
         between_epochs = self.processed == self.ready
         if not between_epochs and self.started < self.ready:
             return DataPosition(self.processed, 0)  # the batch counters are still those of the epoch before
-        done = self.batches_processed
-        if self.all_batches and done == self.batches_ready:
+        if self.is_finished:
             return DataPosition(self.processed + (not between_epochs), 0)
+        done = self.batches_processed
         epoch = self.processed - (between_epochs and done > 0)
         return DataPosition(epoch, done - done % self.window)
 
     @property
     def is_exact(self) -> bool:
-        """Whether Lightning, resuming from these counters, would begin at `position` by itself."""
-        at = self.position
-        return (
-            at.batches == 0 == self.batches_processed
-            or self.all_batches
-            or (at.epoch == self.processed and at.batches == self.batches_processed == self.batches_ready)
-        )
+        """Whether Lightning, resuming from these counters, would begin at `position` by itself, with its epoch's hooks."""
+        at, done = self.position, self.batches_processed
+        if self.is_finished:
+            return self.processed == self.ready or self.batches_completed == done
+        return at.batches == done == 0 or (at == (self.processed, done) and done == self.batches_ready)
 
 
 def rewrite_counters(fit_loop: dict[str, Any], position: DataPosition) -> None:
     """Make the saved state of Lightning's fit loop begin at `position`, in place.
 
     Needed where Lightning's own counters say something else: in the middle of an accumulation window, whose gradients no
-    checkpoint holds, and after a run that stopped inside an epoch, which Lightning counts as a whole one.
+    checkpoint holds; after a run that stopped inside an epoch, which Lightning counts as a whole one; and after an epoch's
+    last batch, where it would leave out the next epoch's start.
     """
     epochs, batches = fit_loop["epoch_progress"], fit_loop["epoch_loop.batch_progress"]
+    if batches["is_last_batch"]:
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] += 1  # done by Lightning after the hooks that save
     started = position.epoch + (position.batches > 0)
     wanted = {"ready": position.epoch + 1, "started": started, "processed": position.epoch, "completed": position.epoch}
     _set_counts(epochs, wanted)

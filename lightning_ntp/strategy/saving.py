@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from lightning_ntp.strategy import checkpointing
+from lightning_ntp.strategy._lightning_private import begin_epoch_anew, epoch_counts
 from lightning_ntp.strategy.base import StrategyBase
+from lightning_ntp.strategy.resume import rewrite_counters
+
+JOB = "ntp"
+"""Key of what the strategy itself keeps in a checkpoint."""
 
 
 class Saving(StrategyBase):
@@ -33,13 +38,34 @@ class Saving(StrategyBase):
         """This worker's cells of the optimizer's state."""
         return checkpointing.optimizer_state(self.sharded, optimizer)
 
+    def on_train_start(self) -> None:
+        """Called by Lightning before the first batch."""
+        begin_epoch_anew(self.lightning_module.trainer)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A folder that any topology can load. Collective over all workers with a role."""
+        self._say_position(checkpoint)
         checkpointing.save(self.sharded, checkpoint, self.broadcast(str(filepath)))
+
+    def _say_position(self, checkpoint: dict[str, Any]) -> None:
+        """What decides the order of samples and masks, and Lightning's counters at the last whole optimizer step."""
+        checkpoint[JOB] = {"seed": self._seed, "topology": repr(self.topology)}
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == "fit":
+            counts = epoch_counts(trainer)
+            if not counts.is_exact:
+                rewrite_counters(checkpoint["loops"]["fit_loop"], counts.position)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill cells in place; returns the rest. Collective over all workers with a role."""
-        return checkpointing.load(self.sharded, self.optimizers, self.broadcast(str(checkpoint_path)))
+        checkpoint = checkpointing.load(self.sharded, self.optimizers, self.broadcast(str(checkpoint_path)))
+        self._take_seed(checkpoint.get(JOB, {}))
+        return checkpoint
+
+    def _take_seed(self, job: Mapping[str, Any]) -> None:
+        """A job that goes on keeps its order of samples and its masks, whatever seed this process was given."""
+        if self.lightning_module.trainer.state.fn == "fit" and "seed" in job:
+            self._seed = self.runner.seed = job["seed"]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """`load_checkpoint` has done it."""

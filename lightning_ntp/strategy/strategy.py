@@ -19,8 +19,10 @@ from lightning_ntp.model_spec import ModelPlan
 from lightning_ntp.strategy import checks
 from lightning_ntp.strategy._lightning_private import (
     ends_window,
+    epoch_counts,
     keep_samplers,
     run_after_closure,
+    shift_batches,
     stop_transfer_each,
     transfer_each,
 )
@@ -34,7 +36,6 @@ from lightning_ntp.strategy.config import (
 from lightning_ntp.strategy.control import ControlPlane, agree_with_leader, gather_everyone
 from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, as_micro_batches, rebuild_loader
 from lightning_ntp.strategy.domains import find_domains, own_place
-from lightning_ntp.strategy.weights import weigh
 from lightning_ntp.strategy.evaluation import Evaluation
 from lightning_ntp.strategy.fsdp import ShardedModel, shard_model
 from lightning_ntp.strategy.groups import Groups
@@ -43,6 +44,7 @@ from lightning_ntp.strategy.manual import ManualOptimization
 from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.saving import Saving
 from lightning_ntp.strategy.screen import first_screen, say_batches
+from lightning_ntp.strategy.weights import weigh
 from lightning_ntp.strategy.window import LoopBatch, StepRunner
 from lightning_ntp.topology import Topology
 
@@ -210,13 +212,15 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
                 training,
                 lambda: trainer.accumulate_grad_batches,
                 manual=not self.lightning_module.automatic_optimization,
+                progress=lambda: epoch_counts(trainer).position,
             ),
         )
+        if training:
+            loader.on_resume = lambda old, new: shift_batches(trainer, new - old)
         if training and self._num_training_loaders == 1:
             batch_size = getattr(dataloader, "batch_size", None)
             say_batches(self, batch_size, self.control.num_rows, trainer.accumulate_grad_batches)
-        if callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
-            set_epoch(trainer.current_epoch)  # Lightning creates the first iterator before it tells the epoch
+        loader.set_epoch(trainer.current_epoch)  # Lightning creates the first iterator before it tells the epoch
         return loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -116,7 +116,7 @@ def float64_norms() -> Iterator[None]:
     with ExitStack() as patches:
         for norm in _RMS_NORMS:
             patches.enter_context(mock.patch.object(norm, "forward", _rms_norm))
-        patches.enter_context(mock.patch.object(F, "softmax", partial(_softmax, F.softmax)))
+        patches.enter_context(mock.patch.object(F, "softmax", _softmax_like(F.softmax)))
         patches.enter_context(mock.patch.dict(loss_utils.LOSS_MAPPING, ForCausalLM=causal_lm_loss))
         yield
 
@@ -158,5 +158,8 @@ def _rms_norm(self: Any, hidden_states: Tensor) -> Tensor:
     return self.weight * (hidden_states * scale)
 
 
-def _softmax(original: Callable[..., Tensor], source: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
-    return original(source, *args, dtype=None if source.dtype == torch.float64 else dtype, **kwargs)
+def _softmax_like(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def softmax(source: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:  # torch.compile asks for its name
+        return original(source, *args, dtype=None if source.dtype == torch.float64 else dtype, **kwargs)
+
+    return softmax

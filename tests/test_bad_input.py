@@ -10,10 +10,18 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import DataLoader
 
 import lightning_ntp
@@ -107,6 +115,7 @@ def test_a_model_that_fits_nowhere():
         ({"replica_sizes": [3, 2], "fsdp_size": 1}, r"remove fsdp_size or replica_sizes"),
         ({"batch_weight": "words"}, r'batch_weight is "samples", "tokens" or a function'),
         ({"recovery": "on"}, r"recovery is a RecoveryConfig, got str"),
+        ({"cpu_offload": True}, r"no option 'cpu_offload'"),
         ({"tensor_paralel_size": 2}, r"no option 'tensor_paralel_size'; did you mean tensor_parallel_size\?"),
     ],
 )
@@ -122,7 +131,7 @@ def test_recovery_options():
         RecoveryConfig(hang_seconds=0)
 
 
-@pytest.mark.parametrize("precision", ["16-true", "transformer-engine"])
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine"])
 def test_precision(precision, monkeypatch):
     class Plugin:
         pass
@@ -208,6 +217,41 @@ class Gathers(jobs.TinyLlama):
 
 def _short(drop_last: bool = False) -> DataLoader:
     return jobs.loader(1, 4, drop_last=drop_last)
+
+
+class Trainerlike:
+    """As much of a Trainer as `check_trainer` looks at."""
+
+    def __init__(self, *callbacks: Any, sync_batchnorm: bool = False) -> None:
+        self.callbacks = callbacks
+        self._accelerator_connector = SimpleNamespace(_layer_sync=object() if sync_batchnorm else None)
+
+
+@pytest.mark.parametrize(
+    ("callback", "advice"),
+    [
+        (StochasticWeightAveraging(swa_lrs=0.1), "use WeightAveraging"),
+        (ModelPruning("l1_unstructured"), "prune before or after"),
+        (BackboneFinetuning(), r"requires_grad_\(False\) before fit"),
+        (BatchSizeFinder(), "give the batch_size"),
+        (LearningRateFinder(), "give the learning rate"),
+    ],
+)
+def test_callbacks_that_cannot_work_on_a_cut_model(callback, advice):
+    with pytest.raises(ConfigError, match=rf"the callback {type(callback).__name__}: .*{advice}"):
+        checks.check_trainer(Trainerlike(callback), torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "module"),
+    [
+        (Trainerlike(sync_batchnorm=True), torch.nn.Linear(1, 1)),
+        (Trainerlike(), torch.nn.Sequential(torch.nn.SyncBatchNorm(3))),
+    ],
+)
+def test_sync_batch_norm(trainer, module):
+    with pytest.raises(UnsupportedModelError, match="SyncBatchNorm needs equally many micro-batches"):
+        checks.check_trainer(trainer, module)
 
 
 CASES: dict[str, tuple[type, Callable[[], Any], dict[str, Any], type[NTPError], str]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests import lightning_jobs as jobs
 from tests.models import float64_norms
@@ -131,6 +132,26 @@ class Sums(jobs.TinyLlama):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.model.model.layers.parameters(), lr=0.1, momentum=0.9)
+
+
+def run_compiled(rank: int, world: int) -> Any:
+    with jobs.as_worker(rank, world):
+        module = Scheduled(num_hidden_layers=1)
+        calls = CompileCounterWithBackend("eager")
+        strategy = jobs.ntp(replica_sizes=[2, 1])
+        trainer = jobs.trainer(strategy, world, max_steps=2)
+        trainer.fit(torch.compile(module, backend=calls), jobs.loader(SIZE, BATCH))
+        return jobs.whole_state(strategy), calls.frame_count
+
+
+@pytest.mark.timeout(300)
+def test_a_compiled_module_is_trained_the_same(pool):
+    results = pool.run(run_compiled, 3, timeout=240)
+    module = Scheduled(num_hidden_layers=1)
+    with float64_norms():
+        fit(module, "auto", 1, 2 * BATCH, {"max_steps": 2, "limit_val_batches": 0})
+    assert worst(results[0][0], module) < EXACT
+    assert all(num_graphs > 0 for _, num_graphs in results)
 
 
 @pytest.mark.parametrize("kind", ["Grouped", "Checkpointed", "Sums"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from lightning_ntp.strategy.resume import EpochCounts
 
@@ -20,6 +20,25 @@ def results_of(trainer: Any) -> Any:
 def keep_samplers(trainer: Any) -> None:
     """Without this Lightning puts its DistributedSampler in place of the user's sampler, whose order is then lost."""
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def syncs_batch_norm(trainer: Any) -> bool:
+    """Whether ``Trainer(sync_batchnorm=True)`` was asked for; Lightning tells strategies that have the attribute only."""
+    return trainer._accelerator_connector._layer_sync is not None
+
+
+def take_compiler(module: Any) -> Callable[[Any], Any] | None:
+    """What ``torch.compile(module)`` would compile with, for a module that Lightning got compiled; its steps run as written again.
+
+    Lightning compiles whole steps, and refuses strategies that it does not know; see `compile_roots`.
+    """
+    context = getattr(module, "_compiler_ctx", None)
+    if context is None:
+        return None
+    for hook in ("forward", "training_step", "validation_step", "test_step", "predict_step"):
+        setattr(module, hook, context[f"original_{hook}"])
+    module._compiler_ctx = None
+    return cast(Callable[[Any], Any], context["dynamo_ctx"])
 
 
 def ends_window(trainer: Any) -> bool:

@@ -128,6 +128,11 @@ def new_group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     return dist.new_group(list(ranks), sort_ranks=False)
 
 
+def compile_in_place(module: nn.Module, compiler: Callable[[Any], Any]) -> None:
+    """``module.compile()`` with a compiler that exists already: the one of ``torch.compile(outer_module, ...)``."""
+    module._compiled_call_impl = compiler(module._call_impl)
+
+
 def abort_groups() -> None:
     """Abort every process group of this process, so that a kernel that waits for a dead peer ends (NCCL; gloo has no abort).
 

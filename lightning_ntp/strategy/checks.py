@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lightning_ntp.errors import ConfigError, UnsupportedModelError
+from lightning_ntp.strategy._lightning_private import syncs_batch_norm
 from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER
 
 PER_TENSOR_OPTIMIZERS = frozenset(
@@ -27,6 +28,16 @@ PER_TENSOR_OPTIMIZERS = frozenset(
     }
 )
 """Optimizers whose update of one element depends on the whole tensor (norms, factored moments, matrix roots)."""
+
+REFUSED_CALLBACKS = {
+    "StochasticWeightAveraging": "it copies and replaces the whole model, of which each worker holds cells; use WeightAveraging",
+    "ModelPruning": "it puts masks on whole tensors, and each worker holds cells of them; prune before or after the training",
+    "BaseFinetuning": "it frees parameters later, which are not in the planned gradient buckets; freeze them with "
+    "requires_grad_(False) before fit, and start another fit to train more of them",
+    "BatchSizeFinder": "it makes one worker run out of memory to see how far it goes; give the batch_size",
+    "LearningRateFinder": "it goes back to a checkpoint inside a running fit; give the learning rate",
+}
+"""Callbacks that cannot work on a cut model, and what to do instead."""
 
 CLOSURE_OPTIMIZERS = frozenset({"LBFGS", "SAM", "ASAM", "ESAM"})
 """Optimizers that call their closure again."""
@@ -52,8 +63,18 @@ def check_precision(precision: object) -> None:
 
 
 def check_trainer(trainer: Any, module: Any) -> None:
-    """UnsupportedModelError for what the strategy's loops cannot run."""
-    if any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
+    """What the strategy's loops cannot run.
+
+    Raises:
+        ConfigError: a callback that cannot work on a cut model.
+        UnsupportedModelError: SyncBatchNorm.
+    """
+    for callback in trainer.callbacks:
+        for name in (cls.__name__ for cls in type(callback).__mro__):
+            if name in REFUSED_CALLBACKS:
+                shown = type(callback).__name__
+                raise ConfigError(f'strategy "ntp" cannot run the callback {shown}: {REFUSED_CALLBACKS[name]}')
+    if syncs_batch_norm(trainer) or any(isinstance(part, torch.nn.SyncBatchNorm) for part in module.modules()):
         raise UnsupportedModelError(
             "SyncBatchNorm needs equally many micro-batches everywhere, and ragged replicas run different numbers of them; "
             "use layer or group norms"

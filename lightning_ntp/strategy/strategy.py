@@ -27,6 +27,7 @@ from lightning_ntp.strategy._lightning_private import (
     transfer_each,
 )
 from lightning_ntp.strategy.base import fabric_of
+from lightning_ntp.strategy.compiling import Compiling
 from lightning_ntp.strategy.config import (
     Machine,
     ModelSize,
@@ -286,4 +287,4 @@ def strategy_class(framework: str = "lightning.pytorch") -> type[NTPStrategyLogi
     """`NTPStrategyLogic` over the ParallelStrategy of ``lightning.pytorch`` or ``pytorch_lightning``: two class trees."""
     base = importlib.import_module(f"{framework}.strategies").ParallelStrategy
     namespace = {"__doc__": NTPStrategyLogic.__doc__, "__module__": "lightning_ntp", "framework": framework}
-    return type(base)("NTPStrategy", (ManualOptimization, NTPStrategyLogic, base), namespace)
+    return type(base)("NTPStrategy", (ManualOptimization, Compiling, NTPStrategyLogic, base), namespace)

@@ -6,6 +6,7 @@
     +-- UnsupportedOpError (also a NotImplementedError)  an operator on an unevenly cut tensor that has no rule
     +-- PlanMismatchError                          two workers disagree about what moves or in which order
     +-- RankLostError                              a peer is gone; the recovery decides what happens next
+    +-- PoisonBatchError                           a step that kills one worker after the other; names its samples
     +-- UnrecoverableError                         state is lost for good; names the parameter and what would have saved it
 
 Messages say what happened, where, what was found, what was wanted and what to do about it.
@@ -36,6 +37,10 @@ class PlanMismatchError(NTPError):
 
 class RankLostError(NTPError):
     """A worker of this generation is gone or does not answer."""
+
+
+class PoisonBatchError(NTPError):
+    """A step has cost a second worker in the same way: going on would cost them all."""
 
 
 class UnrecoverableError(NTPError):

@@ -169,13 +169,13 @@ def test_environment(environ, match):
 def test_a_notebook_is_told_to_run_a_script(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(ConfigError, match=r"put the training into train\.py and run `python train\.py`"):
-        WorkerLauncher.for_job(4, 1)
-    assert WorkerLauncher.for_job(1, 1) is None
+        WorkerLauncher.for_job(4, 1, RecoveryConfig())
+    assert WorkerLauncher.for_job(1, 1, RecoveryConfig()) is None
 
 
 def test_several_nodes_need_an_outer_launcher():
     with pytest.raises(ConfigError, match=r"torchrun \(--nnodes=2 --nproc-per-node=8\)"):
-        WorkerLauncher.for_job(8, 2)
+        WorkerLauncher.for_job(8, 2, RecoveryConfig())
 
 
 def test_optimizers_that_are_wrong_on_cells():

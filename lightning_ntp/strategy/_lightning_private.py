@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,6 +16,113 @@ def results_of(trainer: Any) -> Any:
     There is no public way to say that a logged value belongs to a micro-batch of another size, or to none at all.
     """
     return trainer._results
+
+
+def training_results(trainer: Any) -> Any:
+    """The metrics that ``self.log`` fills in training, whichever loop runs."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def evaluation_results(loop: Any) -> Any:
+    """The metrics that ``self.log`` fills in an evaluation loop; empty for prediction, which logs nothing."""
+    results = getattr(loop, "_results", None)
+    return {} if results is None else results
+
+
+def optimizer_progress(trainer: Any) -> Any:
+    """Lightning's counters of steps and of zeroed gradients."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
+
+
+def hook_name(module: Any) -> str | None:
+    """The hook that runs, for ``self.log``. Lightning does not put it back when a hook raises."""
+    name: str | None = module._current_fx_name
+    return name
+
+
+def set_hook_name(module: Any, name: str | None) -> None:
+    """Put `hook_name` back."""
+    module._current_fx_name = name
+
+
+@contextmanager
+def as_training(trainer: Any) -> Iterator[None]:
+    """Training is the running stage inside, whatever runs."""
+    stage = trainer.state.stage
+    trainer.training = True
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage
+
+
+def training_loaders(trainer: Any) -> Sequence[Any]:
+    """The loaders that the fit loop trains from; none before it has asked for them."""
+    combined = trainer.fit_loop._combined_loader
+    return () if combined is None else combined.flattened
+
+
+def next_training_batch(trainer: Any) -> int:
+    """Number in the epoch of the loop batch that the fit loop fetches next; 0 at the end of an epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    return 0 if loop._num_ready_batches_reached() else loop.batch_progress.current.ready
+
+
+def replace_training_loaders(trainer: Any, loaders: Sequence[Any], start_at: int) -> None:
+    """Let the fit loop go on with other loaders, which begin at loop batch `start_at` of its epoch."""
+    combined, fetcher = trainer.fit_loop._combined_loader, trainer.fit_loop._data_fetcher
+    combined.reset()
+    combined.flattened = list(loaders)
+    for loader in loaders:
+        loader.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+    if fetcher is not None:
+        iter(fetcher)
+        fetcher.fetched += start_at
+
+
+def next_batch(trainer: Any) -> Any:
+    """The next batch of the fit loop, as it hands it to ``batch_to_device``."""
+    batch, _, _ = next(trainer.fit_loop._data_fetcher)
+    batch = trainer.precision_plugin.convert_input(batch)
+    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def evaluation_loops(trainer: Any) -> tuple[Any, ...]:
+    """All loops that evaluate or predict."""
+    return (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+
+
+def forget_evaluation_loaders(trainer: Any) -> None:
+    """Let evaluation loops ask for their loaders again: data rows have changed."""
+    for loop in evaluation_loops(trainer):
+        loop._combined_loader = None
+
+
+DEFERRED = object()
+"""What the first half of an evaluation returns where the second one is due."""
+
+
+def halves_of_run(loop: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """An evaluation loop's ``run`` in two: the pass over the data, and the hooks at its end.
+
+    The first half returns `DEFERRED`, or what ``run`` returns when there is nothing to evaluate.
+    """
+    kind = type(loop)
+    without_gradients = vars(sys.modules[kind.__module__])["_no_grad_context"]
+
+    def first() -> Any:
+        loop.on_run_end = lambda: DEFERRED
+        try:
+            return kind.run(loop)
+        finally:
+            del loop.on_run_end
+
+    return first, lambda: without_gradients(kind.on_run_end)(loop)
+
+
+def stop_sigterm_broadcasts(trainer: Any) -> None:
+    """Lightning broadcasts a flag before every batch and swallows errors: a dead peer would be hidden, or hang everybody."""
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 def keep_samplers(trainer: Any) -> None:

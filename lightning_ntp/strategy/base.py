@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.strategy import checks
+from lightning_ntp.strategy import checks, rendezvous
 from lightning_ntp.strategy._lightning_private import is_last_of_epoch
 from lightning_ntp.strategy.clipping import clip_by_norm_, clip_by_value_, global_norm
 from lightning_ntp.strategy.config import RecoveryConfig, Size, StrategyConfig
@@ -18,12 +19,15 @@ from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.events import Observers
 from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.strategy.recovery import Recovery
 from lightning_ntp.strategy.weights import BatchWeight
 from lightning_ntp.strategy.window import LoopBatch, StepRunner
 from lightning_ntp.topology import Topology
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy as _Base
+
+    from lightning_ntp.strategy.stepping import OpenWindow
 else:
     _Base = object  # `strategy_class` puts a ParallelStrategy of one of the two Lightnings behind it
 
@@ -54,6 +58,7 @@ class StrategyBase(_Base):
         )
         self.num_nodes = 1
         self.observers = Observers()
+        self.recovery = Recovery(None, self.observers)
         self._topology: Topology | None = None
         self._runner: StepRunner | None = None
         self._loop_batch: LoopBatch | None = None
@@ -61,6 +66,11 @@ class StrategyBase(_Base):
         self._eval_weight: float | None = None
         self._seed = 0
         self._num_training_loaders = 0
+        self._num_healthy_rows = 1  # data rows of the job as it was started: the global batch stays what it was then
+        self._held_step = 0  # optimizer steps whose updates this worker's state has
+        self._open_window: OpenWindow | None = None
+        self._is_batch_pending = False  # Lightning has fetched a training batch that no step has finished
+        self._sources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # our loader -> the user's
         super().__init__()
 
     @property
@@ -70,7 +80,8 @@ class StrategyBase(_Base):
 
     @cluster_environment.setter
     def cluster_environment(self, environment: Any) -> None:
-        if type(environment).__name__ in ("LightningEnvironment", "TorchElasticEnvironment"):
+        ours = rendezvous.ENV_STORE_ENDPOINT in os.environ  # `ntp launch` inside of SLURM, for example
+        if ours or type(environment).__name__ in ("LightningEnvironment", "TorchElasticEnvironment"):
             environment = WorkerEnvironment.read(os.environ)
         self._cluster_environment = environment
 

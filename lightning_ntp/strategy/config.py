@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.coordinator import Patience
 
 Size = int | Literal["auto"]
 Shape = tuple[int, int]
@@ -29,9 +30,11 @@ class RecoveryConfig:
     """What happens when a worker is lost.
 
     Args:
-        enabled: survivors go on without it; False ends the job with the first failure, as DDP does.
+        enabled: survivors go on without it; False ends the job with the first failure, as DDP does. So does the environment
+            variable ``NTP_RECOVERY=off``.
         batch_policy: ``"keep"`` the global batch after a loss (survivors run more), or ``"shrink"`` it by the lost share.
-        hang_seconds: a worker that makes no progress for this long counts as lost.
+        hang_seconds: a worker that makes no progress for this long counts as lost; more than the longest stretch of a run in
+            which workers wait for one that computes or writes alone.
     """
 
     enabled: bool = False
@@ -43,6 +46,20 @@ class RecoveryConfig:
             raise ConfigError(f'RecoveryConfig: batch_policy is "keep" or "shrink", got {self.batch_policy!r}')
         if not self.hang_seconds > 0:
             raise ConfigError(f"RecoveryConfig: hang_seconds must be above 0, got {self.hang_seconds}")
+
+    def is_on(self, environ: Mapping[str, str]) -> bool:
+        """Whether the job recovers, with ``NTP_RECOVERY`` of the environment considered."""
+        return self.enabled and environ.get("NTP_RECOVERY", "on") != "off"
+
+    @property
+    def patience(self) -> Patience:
+        """When the supervisor takes a living worker for lost."""
+        return Patience(join_seconds=self.hang_seconds, progress_seconds=self.hang_seconds)
+
+    @property
+    def group_timeout_seconds(self) -> float:
+        """Of collectives: below the patience, so that one that nobody completes fails before its workers are given up."""
+        return 0.75 * self.hang_seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
         \\--a loss------------------------------------------------------------------------------------/
 
 Keys (JSON, below the job's token): generation; join/N/W, joined/N; world/N; ended/N/W; heartbeat/W; regroup/N,
-regrouping/N; suspect/N. Clock and store are injected; who is killed is the caller's affair.
+regrouping/N; suspect/N, doubt/N. Clock and store are injected; who is killed is the caller's affair.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ class Patience:
     progress_seconds: without the main thread reaching a new phase; None: not watched.
     join_seconds: for a survivor to come to the next generation; more than the longest stretch of pure computing.
     start_seconds: for a new worker to come at all: imports, data, model.
+    doubt_seconds: after a failed collective, for somebody to die or to report an error of its program; then all re-form.
     """
 
     hang_seconds: float = 10.0
     progress_seconds: float | None = None
     join_seconds: float = 60.0
     start_seconds: float = 900.0
+    doubt_seconds: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("hang_seconds", "progress_seconds", "join_seconds", "start_seconds"):
+        for name in ("hang_seconds", "progress_seconds", "join_seconds", "start_seconds", "doubt_seconds"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"Patience.{name} is {value}: wanted more than 0 seconds")
@@ -91,6 +93,7 @@ class Coordinator:
     _signs: dict[int, LifeSignState] = field(default_factory=dict)
     _forming_since: float = 0.0
     _newcomers_since: dict[int, float] = field(default_factory=dict)
+    _doubt_since: float | None = None
 
     def __post_init__(self) -> None:
         self.active = set(self.workers)
@@ -131,11 +134,21 @@ class Coordinator:
                 self._open_next(now, {"broken": False})
             elif self._left and self.store.check([f"suspect/{self.generation}"]):
                 self._break((), f"workers {sorted(self._left)} ended while others still needed them")
+            elif self._doubted(now):
+                self._break((), "a collective failed although all workers live")
             else:
                 stuck = self._stuck(now)
         if stuck:
             self._break((), stuck)
         return Verdict(fence, write_stacks=bool(stuck))
+
+    def _doubted(self, now_seconds: float) -> bool:
+        """Whether a collective of this generation failed some time ago, and nobody was lost that would explain it."""
+        if not self.store.check([f"doubt/{self.generation}"]):
+            self._doubt_since = None
+        elif self._doubt_since is None:
+            self._doubt_since = now_seconds
+        return self._doubt_since is not None and now_seconds - self._doubt_since > self.patience.doubt_seconds
 
     def _forget(self, worker: int) -> None:
         self.active.discard(worker)
@@ -152,7 +165,7 @@ class Coordinator:
         self.on_event(Event("broken", broken, now, workers, why))
 
     def _open_next(self, now_seconds: float, end: Mapping[str, object]) -> None:
-        ended = self.generation
+        ended, self._doubt_since = self.generation, None
         self.generation += 1
         self.forming = True
         self._forming_since = now_seconds
@@ -162,7 +175,7 @@ class Coordinator:
 
     def _delete_old_keys(self) -> None:
         """Two generations back nobody reads any more: a worker that slept that long has been given up."""
-        for kind in ("join", "joined", "world", "ended", "regroup", "regrouping", "suspect", "vote", "groups"):
+        for kind in ("join", "joined", "world", "ended", "regroup", "regrouping", "suspect", "doubt", "vote", "groups"):
             delete_below(self.store, f"{kind}/{self.generation - 2}")
 
     def _joined(self) -> set[int]:

@@ -1,19 +1,39 @@
-"""Validation, test and prediction: one micro-batch per data row and loop batch, ghosts without trace."""
+"""Validation, test and prediction: one micro-batch per data row and loop batch, ghosts without trace.
+
+A pass is one region of the recovery (see recovery.py): after a loss all survivors start it again, with metrics, logged results and
+module modes as they were. The hooks at its end come after the vote that ends it, so they run once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_ntp.strategy._lightning_private import results_of
+from lightning_ntp.strategy._lightning_private import DEFERRED, evaluation_loops, halves_of_run, results_of
 from lightning_ntp.strategy.base import StrategyBase
+from lightning_ntp.strategy.replay import nothing, remember_evaluation
 from lightning_ntp.strategy.step_log import StepLog
 
 
 class Evaluation(StrategyBase):
     """The strategy's evaluation steps. Every data row runs equally many, so values may be reduced in the middle of one."""
+
+    def guard_evaluation(self, trainer: Any) -> None:
+        """Let every pass of evaluation survive losses. Local."""
+        for loop in evaluation_loops(trainer):
+            if "run" not in vars(loop):
+                loop.run = partial(self._evaluate_pass, loop)
+
+    def _evaluate_pass(self, loop: Any) -> Any:
+        first, second = halves_of_run(loop)
+        trainer = self.lightning_module.trainer
+        survives = self.recovery.member is not None and not self.recovery.running
+        go_back = remember_evaluation(trainer, self.lightning_module, loop) if survives else nothing
+        result = self.recovery.all_or_nobody("evaluate", first, go_back)
+        return second() if result is DEFERRED else result
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch on every data row; ghosts leave no trace."""
@@ -31,6 +51,7 @@ class Evaluation(StrategyBase):
 
     def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         batch, trainer = self._taken_batch(), self.lightning_module.trainer
+        self.recovery.fire("validation")
         weight, results = batch.weights[0], results_of(trainer)
         self._eval_weight = weight
         try:

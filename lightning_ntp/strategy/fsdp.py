@@ -147,6 +147,7 @@ def shard_model(
     groups: Groups,
     mp_policy: MixedPrecisionPolicy | None = None,
     roots: Sequence[str] = ("",),
+    equal: bool = False,
 ) -> ShardedModel:
     """Cut `module` in place.
 
@@ -156,6 +157,7 @@ def shard_model(
         groups: of the current generation; this worker must hold a role.
         mp_policy: FSDP2's mixed precision; None computes in the parameters' dtype.
         roots: names of the submodules whose forward the user calls; each becomes an FSDP root.
+        equal: `start_equal` has been called; then cutting is local.
 
     Raises:
         ConfigError: the plan was made for other roles, or a parameter lies outside every root.
@@ -169,7 +171,8 @@ def shard_model(
             f"and {topology.loss_order}; make the plan from the topology"
         )
     at = topology.coordinates(groups.worker)
-    _start_equal(module, groups)
+    if not equal:
+        start_equal(module, groups)
     # An attention module hands its randomness to its output projection, which must have been swapped before.
     for rule in sorted(plan.rules, key=lambda rule: rule.style is Style.ATTENTION):
         swap_module(module, rule, at.degree, at.role, groups.mesh["tp"])
@@ -190,7 +193,7 @@ def _connect_heads(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _start_equal(module: nn.Module, groups: Groups) -> None:
+def start_equal(module: nn.Module, groups: Groups) -> None:
     """All replicas start from the leader's weights and buffers, whatever seed each process had."""
     for tensor in (*module.parameters(), *module.buffers()):
         broadcast_in_place(tensor.data, groups.global_rank(groups.leader), groups.live)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.strategy.supervisor import Supervisor
+from lightning_ntp.strategy.config import RecoveryConfig
+from lightning_ntp.strategy.supervisor import Supervisor, SupervisorConfig
 
 
 class WorkerLauncher:
@@ -15,15 +17,16 @@ class WorkerLauncher:
 
     Args:
         num_workers: on this node.
+        recovery: whether and how the job survives their loss.
     """
 
     is_interactive_compatible = False
 
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
+    def __init__(self, num_workers: int, recovery: RecoveryConfig) -> None:
+        self.num_workers, self.recovery = num_workers, recovery
 
     @classmethod
-    def for_job(cls, num_devices: int, num_nodes: int) -> WorkerLauncher | None:
+    def for_job(cls, num_devices: int, num_nodes: int, recovery: RecoveryConfig) -> WorkerLauncher | None:
         """A launcher where one is needed: not for a single device.
 
         Raises:
@@ -41,14 +44,20 @@ class WorkerLauncher:
                 f"{num_devices} workers need a script to start, and this is a notebook or a prompt: put the training into "
                 "train.py and run `python train.py`, or use Trainer(devices=1) here"
             )
-        return cls(num_devices)
+        return cls(num_devices, recovery)
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Runs the script once per worker, waits for all, and ends this process with their exit code.
 
         What follows in the script runs in the workers.
         """
-        code = Supervisor(worker_command(), self.num_workers).run()
+        supervisor = Supervisor(
+            worker_command(),
+            self.num_workers,
+            recovery=self.recovery.is_on(os.environ),
+            config=SupervisorConfig(patience=self.recovery.patience),
+        )
+        code = supervisor.run()
         if trainer is not None:
             trainer.callbacks = []  # they have never been set up here, and Lightning tells them of the SystemExit
         raise SystemExit(code)

@@ -19,8 +19,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 from typing import Any
@@ -93,6 +93,11 @@ class Generation:
     infos: tuple[Any, ...]
     agree_seconds: float
     connect_seconds: float
+    fenced: Mapping[int, str] = field(default_factory=dict)  # everybody who was ever lost, and why
+
+    def who_said(self) -> tuple[tuple[int, Any], ...]:
+        """(member, its info) of all."""
+        return tuple(zip(self.members, self.infos, strict=True))
 
     @property
     def global_rank(self) -> int:
@@ -131,6 +136,7 @@ class Member:
         self.generation: Generation | None = None
         self.groups = GroupSockets()
         self.broken_at_seconds: float | None = None  # time.monotonic() at which the loss was heard of
+        self.why_broken = ""  # the supervisor's words for it
         self._exit_process = exit_process
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -183,15 +189,16 @@ class Member:
                 seen = self._number
             if self._closed.is_set():
                 return
-            if rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")["broken"]:
-                self._break(seen)
+            end = rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")
+            if end["broken"]:
+                self._break(seen, end.get("why", ""))
 
-    def _break(self, number: int) -> None:
+    def _break(self, number: int, why: str) -> None:
         """Frees the main thread, wherever it waits: for a decision, in a collective, or while groups are made."""
         with self._lock:
             if number != self._number or self._broken.is_set():
                 return
-            self.broken_at_seconds = time.monotonic()
+            self.broken_at_seconds, self.why_broken = time.monotonic(), why
             self._broken.set()
             if self._open_vote is not None:
                 _decide(self._watch_store, self._open_vote, {"outcome": Outcome.ABORT})
@@ -229,6 +236,7 @@ class Member:
                 infos=tuple(world["infos"]),
                 agree_seconds=agreed - began,
                 connect_seconds=time.monotonic() - agreed,
+                fenced={int(worker): why for worker, why in world["fenced"].items()},
             )
             return self.generation
 
@@ -306,23 +314,29 @@ class Member:
         if not isinstance(error, RuntimeError):  # gloo raises plain RuntimeError, dist.DistError is one too
             return False
         self._store.add(f"suspect/{self._number}", 1)
-        in_doubt = isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _TRANSPORT_WORDS)
-        return self._broken.wait(self.config.confirm_seconds if in_doubt else min(0.5, self.config.confirm_seconds))
+        if not isinstance(error, dist.DistError) and not any(word in str(error).lower() for word in _TRANSPORT_WORDS):
+            return self._broken.wait(min(0.5, self.config.confirm_seconds))
+        self._store.add(f"doubt/{self._number}", 1)
+        return self._broken.wait(self.config.confirm_seconds)
 
-    def agree(self, step: int, attempt: int = 0, ballot: Outcome = Outcome.COMMIT) -> Decision:
-        """The vote on a step: one atomic decision that all members read. No collective. All members.
+    def agree(
+        self, step: int, attempt: int = 0, ballot: Outcome = Outcome.COMMIT, fault_phase: str | None = "vote"
+    ) -> Decision:
+        """The vote on a step, or on anything else that all must have done: one atomic decision that all members read.
 
         COMMIT or SKIP once every member has cast this ballot; else `GenerationBrokenError` on all survivors alike, and
-        nobody may act on the step. `PlanMismatchError` if ballots differ.
+        nobody may act on the step. `PlanMismatchError` if ballots differ. (step, attempt) must be new in this generation.
+        `fault_phase` is how a `FaultScript` calls the vote. No collective. All members.
         """
         generation = self._current()
         vote = f"vote/{generation.number}/{step}/{attempt}"
-        self.faults.fire(self.worker, step, "vote")
+        if fault_phase is not None:
+            self.faults.fire(self.worker, step, fault_phase)
         with self._lock:
             self.check()
             self._open_vote = f"{vote}/decision"
         try:
-            self._cast(vote, step, generation, ballot)
+            self._cast(vote, step, generation, ballot, fault_phase)
             decision = rendezvous.get_json(self._store, f"{vote}/decision")
         finally:
             with self._lock:
@@ -338,12 +352,13 @@ class Member:
         self._regroup_wanted = bool(decision["regroup"])
         return Decision(Outcome(decision["outcome"]), self._regroup_wanted)
 
-    def _cast(self, vote: str, step: int, generation: Generation, ballot: Outcome) -> None:
+    def _cast(self, vote: str, step: int, generation: Generation, ballot: Outcome, fault_phase: str | None) -> None:
         if ballot is Outcome.SKIP:
             self._store.add(f"{vote}/skips", 1)
         if self._store.add(vote, 1) < generation.num_members:
             return
-        self.faults.fire(self.worker, step, "decide")
+        if fault_phase == "vote":
+            self.faults.fire(self.worker, step, "decide")
         num_skips = self._store.add(f"{vote}/skips", 0)
         outcome = {0: str(Outcome.COMMIT), generation.num_members: str(Outcome.SKIP)}.get(num_skips, "mismatch")
         regroup = self._store.check([f"regroup/{generation.number}"])

@@ -45,7 +45,19 @@ class Saving(StrategyBase):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A folder that any topology can load. Collective over all workers with a role."""
         self._say_position(checkpoint)
-        checkpointing.save(self.sharded, checkpoint, self.broadcast(str(filepath)))
+
+        def dump_again() -> None:  # after a loss this worker's cells are others
+            if "state_dict" in checkpoint:
+                checkpoint["state_dict"] = self.lightning_module_state_dict()
+            if "optimizer_states" in checkpoint:
+                checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
+
+        def save() -> None:
+            path = self.broadcast(str(filepath))
+            self.recovery.fire("checkpoint")
+            checkpointing.save(self.sharded, checkpoint, path)
+
+        self.recovery.all_or_nobody("save", save, dump_again)
 
     def _say_position(self, checkpoint: dict[str, Any]) -> None:
         """What decides the order of samples and masks, and Lightning's counters at the last whole optimizer step."""
@@ -58,7 +70,9 @@ class Saving(StrategyBase):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill cells in place; returns the rest. Collective over all workers with a role."""
-        checkpoint = checkpointing.load(self.sharded, self.optimizers, self.broadcast(str(checkpoint_path)))
+        checkpoint = self.recovery.all_or_nobody(
+            "start", lambda: checkpointing.load(self.sharded, self.optimizers, self.broadcast(str(checkpoint_path)))
+        )
         self._take_seed(checkpoint.get(JOB, {}))
         return checkpoint
 
@@ -78,4 +92,6 @@ class Saving(StrategyBase):
 
         Collective over all workers with a role.
         """
-        checkpointing.save_pretrained(self.sharded, self.lightning_module, folder)
+        self.recovery.all_or_nobody(
+            "save", lambda: checkpointing.save_pretrained(self.sharded, self.lightning_module, folder)
+        )

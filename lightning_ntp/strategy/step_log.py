@@ -26,7 +26,7 @@ def leaves_no_trace(module: torch.nn.Module) -> Iterator[None]:
     """Puts buffers and the states of torchmetrics inside the module back afterwards: for ghosts."""
     with torch.no_grad():
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        metrics = [(metric, _metric_state(metric)) for metric in module.modules() if _is_metric(metric)]
+        metrics = [(metric, metric_state(metric)) for metric in metrics_of(module)]
         try:
             yield
         finally:
@@ -36,12 +36,14 @@ def leaves_no_trace(module: torch.nn.Module) -> Iterator[None]:
                 metric.__dict__.update(state)
 
 
-def _is_metric(module: object) -> bool:
-    return hasattr(module, "_defaults") and hasattr(module, "update") and hasattr(module, "compute")
+def metrics_of(module: torch.nn.Module) -> list[Any]:
+    """The torchmetrics inside a module."""
+    return [m for m in module.modules() if all(hasattr(m, name) for name in ("_defaults", "update", "compute"))]
 
 
-def _metric_state(metric: Any) -> dict[str, Any]:
-    names = (*metric_defaults(metric), "_update_count", "_computed", "_forward_cache")
+def metric_state(metric: Any) -> dict[str, Any]:
+    """A copy of what `update`, `compute` and `reset` change in a metric; put it back with ``metric.__dict__.update``."""
+    names = (*metric_defaults(metric), "_update_count", "_computed", "_forward_cache", "has_reset")
     return {name: _copied(metric.__dict__[name]) for name in names if name in metric.__dict__}
 
 

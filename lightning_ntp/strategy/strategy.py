@@ -7,26 +7,22 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_ntp.errors import ConfigError
 from lightning_ntp.model_spec import ModelPlan
-from lightning_ntp.strategy import checks
+from lightning_ntp.next_topology import next_topology
+from lightning_ntp.strategy import checks, joining
 from lightning_ntp.strategy._lightning_private import (
-    ends_window,
-    epoch_counts,
     keep_samplers,
-    run_after_closure,
-    shift_batches,
+    stop_sigterm_broadcasts,
     stop_transfer_each,
     transfer_each,
 )
-from lightning_ntp.strategy.base import fabric_of
 from lightning_ntp.strategy.compiling import Compiling
 from lightning_ntp.strategy.config import (
     Machine,
@@ -35,25 +31,25 @@ from lightning_ntp.strategy.config import (
     choose_shapes,
 )
 from lightning_ntp.strategy.control import ControlPlane, agree_with_leader, gather_everyone
-from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, as_micro_batches, rebuild_loader
+from lightning_ntp.strategy.data import MicroBatches, as_micro_batches
 from lightning_ntp.strategy.domains import find_domains, own_place
 from lightning_ntp.strategy.evaluation import Evaluation
-from lightning_ntp.strategy.fsdp import ShardedModel, shard_model
+from lightning_ntp.strategy.fsdp import ShardedModel, shard_model, start_equal
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.launcher import WorkerLauncher
 from lightning_ntp.strategy.manual import ManualOptimization
 from lightning_ntp.strategy.messages import Messages
+from lightning_ntp.strategy.regrouping import Regrouping
 from lightning_ntp.strategy.saving import Saving
-from lightning_ntp.strategy.screen import first_screen, say_batches
-from lightning_ntp.strategy.weights import weigh
-from lightning_ntp.strategy.window import LoopBatch, StepRunner
+from lightning_ntp.strategy.screen import first_screen
+from lightning_ntp.strategy.window import StepRunner
 from lightning_ntp.topology import Topology
 
-_SHARDED: weakref.WeakKeyDictionary[torch.nn.Module, ShardedModel] = weakref.WeakKeyDictionary()
-"""Modules that are cut already: a second `fit`, `validate` or another Trainer in the same job goes on with them."""
+_SHARDED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ShardedModel, Topology]] = weakref.WeakKeyDictionary()
+"""Modules that are cut already, with the topology of the healthy job: a second `fit`, `validate` or another Trainer in the same job goes on with them."""
 
 
-class NTPStrategyLogic(Messages, Evaluation, Saving):
+class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
     """FSDP2 + uneven tensor parallelism over ragged replicas. Construct it as `lightning_ntp.NTPStrategy`.
 
     Args:
@@ -70,11 +66,6 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         ConfigError: options that cannot work, as far as this process can tell alone.
     """
 
-    def set_world_ranks(self) -> None:
-        """Who logs; called by Lightning once it knows the environment."""
-        for name in (f"{self.framework}.utilities.rank_zero", f"{fabric_of(self.framework)}.utilities.rank_zero"):
-            importlib.import_module(name).rank_zero_only.rank = self.global_rank
-
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         num_devices = len(self.parallel_devices or [None])
@@ -83,24 +74,19 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         machine = Machine(self.num_nodes, num_devices, domain_sizes=(started,))
         choose_shapes(self.config, machine, ModelSize(0, 0, 0))  # sizes that do not add up, before anybody starts
         if not environment.creates_processes_externally:
-            self._launcher = WorkerLauncher.for_job(num_devices, self.num_nodes)
+            self._launcher = WorkerLauncher.for_job(num_devices, self.num_nodes, self.config.recovery)
 
     def setup_environment(self) -> None:
         """Join the job. Collective over all processes."""
         super().setup_environment()
-        if not dist.is_initialized():
-            self._join()
+        device = self.root_device
+        member = joining.enter(self.cluster_environment, device, self.config.recovery)
+        if member is not None and member.generation is not None:
+            self.recovery.member, self.recovery.job = member, self
+            self.recovery.num_started = int(os.environ["WORLD_SIZE"])
+            self.recovery.joined(member.generation)
+            self.adopt(member.generation)
         self.set_world_ranks()
-
-    def _join(self) -> None:
-        backend = "nccl" if self.root_device.type == "cuda" else "gloo"
-        if self.world_size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            return
-        environment = self.cluster_environment
-        os.environ.setdefault("MASTER_ADDR", environment.main_address)  # SLURM: known to Lightning's environment only
-        os.environ.setdefault("MASTER_PORT", str(environment.main_port))
-        dist.init_process_group(backend, init_method="env://", rank=self.global_rank, world_size=self.world_size)
 
     def connect(self, model: Any) -> None:
         """Lightning hands the module over."""
@@ -113,15 +99,20 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         module = self.lightning_module
         checks.check_trainer(trainer, module)
         keep_samplers(trainer)
-        self._loop_batch = None
-        self._seed = agree_with_leader(self._own_seed(), self.root_device)
-        sharded = _SHARDED.get(module)
-        if sharded is None:
+        self.guard_evaluation(trainer)
+        if self.recovery.member is not None:
+            stop_sigterm_broadcasts(trainer)
+        self._loop_batch, self._open_window, self._is_batch_pending = None, None, False
+        self._seed = self.broadcast(self._own_seed())
+        if module not in _SHARDED:
             self.precision_plugin.convert_module(module)
             self.model_to_device()
-            sharded = self._shard(module)
-        self._topology = sharded.groups.topology
-        self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed)
+            choice = self.recovery.all_or_nobody("control", partial(self._agree_on_choice, module))
+            healthy = Topology.from_shapes(choice.shapes)
+            self._use(self._shard(module, healthy), healthy)
+            self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
+        else:
+            self._use(*_SHARDED[module])
         self._share_metrics(module)
         if trainer.state.fn == "fit":
             self._num_training_loaders = 0
@@ -129,15 +120,32 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
             checks.check_optimizers(self.optimizers, module)
         self.setup_precision_plugin()
 
-    def _shard(self, module: Any) -> ShardedModel:
-        choice = agree_with_leader(self._choose(module), self.root_device)
-        topology = Topology.from_shapes(choice.shapes)
+    def _use(self, sharded: ShardedModel, healthy: Topology) -> None:
+        self._topology, self._num_healthy_rows = sharded.groups.topology, len(healthy.data_rows)
+        self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed)
+        _SHARDED[self.lightning_module] = sharded, healthy
+
+    def _shard(self, module: Any, healthy: Topology) -> ShardedModel:
+        """Cuts the module. A loss before all have the same weights is answered with fewer workers; cutting itself is local."""
+
+        def start() -> tuple[Topology, Groups]:
+            topology, groups = self._first_groups(healthy)
+            start_equal(module, groups)
+            return topology, groups
+
+        topology, groups = self.recovery.all_or_nobody("start", start)
         plan = self._plan(module, topology)
-        groups = Groups(topology, self.global_rank, self.root_device.type)
-        sharded = shard_model(module, plan, groups, self._mixed_precision(), checks.forward_roots(module))
-        _SHARDED[module] = sharded
-        first_screen(sharded, choice, self, module)
-        return sharded
+        return shard_model(module, plan, groups, self._mixed_precision(), checks.forward_roots(module), equal=True)
+
+    def _first_groups(self, healthy: Topology) -> tuple[Topology, Groups]:
+        """The groups of those who are there: somebody may have been lost before the job began."""
+        member = self.recovery.member
+        if member is None or member.generation is None:
+            return healthy, Groups(healthy, self.global_rank, self.root_device.type)
+        absent = tuple(sorted(set(healthy.workers) - set(member.generation.members)))
+        topology = next_topology(healthy, absent, ()) if absent else healthy
+        with member.groups:
+            return topology, Groups(topology, member.worker, self.root_device.type, member.generation.members)
 
     def _plan(self, module: Any, topology: Topology) -> ModelPlan:
         # Imports transformers, which takes seconds; the process that only launches workers never comes here.
@@ -147,6 +155,9 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         if isinstance(self.config.plan, ModelPlan):
             return self.config.plan
         return plan_model(module, topology.num_roles, topology.loss_order, self.config.plan)
+
+    def _agree_on_choice(self, module: Any) -> ShapeChoice:
+        return agree_with_leader(self._choose(module), self.root_device)
 
     def _choose(self, module: Any) -> ShapeChoice:
         parameters = list(module.parameters())
@@ -158,10 +169,12 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         memory = None
         if self.root_device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.root_device).total_memory
-        domains = find_domains(gather_everyone(own_place(self.root_device)))
-        machine = Machine(
-            self.num_nodes, self.world_size // self.num_nodes, memory, domains.sizes, domains.kind
-        )
+        places = gather_everyone(own_place(self.root_device))
+        started = self.recovery.num_started or len(places)
+        machine = Machine(self.num_nodes, started // self.num_nodes, memory)
+        if len(places) == started:  # else somebody was lost already: the shapes are those of the healthy job all the same
+            domains = find_domains(places)
+            machine = replace(machine, domain_sizes=domains.sizes, domain=domains.kind)
         return choose_shapes(self.config, machine, size)
 
     def _own_seed(self) -> int:
@@ -179,7 +192,7 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         """torchmetrics gather over all processes by themselves, which would count a row once per role."""
         for part in module.modules():
             if getattr(part, "dist_sync_fn", 0) is None and hasattr(part, "_defaults"):
-                object.__setattr__(part, "dist_sync_fn", lambda value, group=None: self.control.gather_rows(value))
+                object.__setattr__(part, "dist_sync_fn", lambda value, group=None: self.gather_rows(value))
 
     def model_to_device(self) -> None:
         """The whole module to this worker's device, before it is cut."""
@@ -192,87 +205,6 @@ class NTPStrategyLogic(Messages, Evaluation, Saving):
         self.cluster_environment.teardown()
         if self.lightning_module is not None:
             stop_transfer_each(self.lightning_module)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """The user's loader as one of this data row's micro-batches."""
-        trainer = self.lightning_module.trainer
-        training = bool(trainer.training)
-        if training:
-            self._num_training_loaders += 1
-            if self._num_training_loaders > 1 and not trainer.reload_dataloaders_every_n_epochs:
-                raise ConfigError(
-                    "several training loaders at once cannot be shared over data rows; join their datasets into one loader"
-                )
-        loader = rebuild_loader(
-            dataloader,
-            LoaderPlan(
-                self.topology,
-                self.control.row,
-                self._seed,
-                self.control.num_rows,
-                training,
-                lambda: trainer.accumulate_grad_batches,
-                manual=not self.lightning_module.automatic_optimization,
-                progress=lambda: epoch_counts(trainer).position,
-            ),
-        )
-        if training:
-            loader.on_resume = lambda old, new: shift_batches(trainer, new - old)
-        if training and self._num_training_loaders == 1:
-            batch_size = getattr(dataloader, "batch_size", None)
-            say_batches(self, batch_size, self.control.num_rows, trainer.accumulate_grad_batches)
-        loader.set_epoch(trainer.current_epoch)  # Lightning creates the first iterator before it tells the epoch
-        return loader
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves each micro-batch through the user's transfer hooks; callbacks get the first one."""
-        micro = as_micro_batches(batch)
-        if micro is None:
-            return super().batch_to_device(batch, device, dataloader_idx)
-        moved = tuple(super(NTPStrategyLogic, self).batch_to_device(b, device, dataloader_idx) for b in micro.batches)
-        weights = tuple(
-            weigh(part, count, self.config.batch_weight) for part, count in zip(moved, micro.counts, strict=True)
-        )
-        self._loop_batch = LoopBatch(moved, weights, tuple(count == 0 for count in micro.counts))
-        return moved[0]
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch."""
-        self._step_arguments = args[1:]
-        return super().training_step(*args, **kwargs)
-
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Backward of one micro-batch, scaled by its count; Lightning's division by accumulate_grad_batches is undone."""
-        accumulate = self.lightning_module.trainer.accumulate_grad_batches
-        return super().backward(closure_loss * (self.runner.loss_scale * accumulate), optimizer, *args, **kwargs)
-
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """One loop batch; at the end of a window the update. Collective over all workers with a role."""
-        trainer, runner = self.lightning_module.trainer, self.runner
-        last = ends_window(trainer)
-        runner.begin(float(self.control.num_rows * trainer.accumulate_grad_batches))
-        batch, self._loop_batch = self._taken_batch(), None
-        loss = runner.run(
-            trainer,
-            self.lightning_module,
-            batch,
-            last,
-            closure,
-            lambda part: self.training_step(part, *self._step_arguments),
-        )
-        if not last:
-            return loss
-        total = runner.total_count()
-        window = runner.end()
-        if total == 0:
-            optimizer.zero_grad()  # nothing in the whole window counts: no update, as a mean over nothing is none
-            return loss
-        self.sharded.scale_gradients(window.constant / total)
-        run_after_closure(self.precision_plugin, self.lightning_module, optimizer)
-        optimizer.step(**kwargs)
-        return loss
 
 
 def _apply_to_micro_batches(batch: Any, apply: Callable[[Any], Any]) -> Any:

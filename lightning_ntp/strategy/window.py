@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lightning_ntp.errors import ConfigError, PlanMismatchError
-from lightning_ntp.strategy._lightning_private import inside_hook, results_of
+from lightning_ntp.strategy._lightning_private import inside_hook, training_results
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.fsdp import ShardedModel
 from lightning_ntp.strategy.sampler import reseed
@@ -87,28 +87,28 @@ class StepRunner:
         module: Any,
         batch: LoopBatch,
         ends_window: bool,
-        closure: Callable[[], Any],
+        closure: Callable[[], Any] | None,
         again: Callable[[Any], Any],
     ) -> Any:
         """All micro-batches of one loop batch; returns the loss that Lightning reports.
 
         Args:
-            closure: Lightning's, for the first micro-batch.
+            closure: Lightning's, for the first micro-batch; None when the window is replayed.
             again: training_step of another micro-batch; its output, scaled and run backward here.
         """
         window = self.window
         if window is None:
             raise RuntimeError("a loop batch outside of a window")
-        log = StepLog(results_of(trainer))
+        log = StepLog(training_results(trainer))
         losses: list[torch.Tensor] = []
         reported: Any = None
         for index, (micro, weight) in enumerate(zip(batch.batches, batch.weights, strict=True)):
             last = ends_window and index == len(batch.batches) - 1
             self._prepare(trainer, window, weight, last, not batch.ghosts[index])
-            self.in_training_step = True
+            self.micro_batch, self.in_training_step = micro, True
             try:
                 with log.micro_batch(micro, weight), batch.alone(index, module):
-                    if index == 0:
+                    if index == 0 and closure is not None:
                         reported = closure()
                         losses.append(reported)
                     else:

@@ -1,0 +1,53 @@
+"""How a process becomes a worker of its job: as a member that survives losses, or by torch's own rendezvous."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from lightning_ntp.strategy import rendezvous
+from lightning_ntp.strategy.config import RecoveryConfig
+from lightning_ntp.strategy.environment import WorkerEnvironment
+from lightning_ntp.strategy.membership import Member, MemberConfig
+from lightning_ntp.testing import FaultScript
+
+_MEMBER: list[Member] = []
+"""This process's member; a second Trainer in the same script goes on with it."""
+
+
+def enter(environment: WorkerEnvironment, device: torch.device, config: RecoveryConfig) -> Member | None:
+    """Makes this process part of its job, once. None where losses end the job: recovery is off, or another launcher is at work.
+
+    Collective over all processes.
+    """
+    if _MEMBER:
+        return _MEMBER[0]
+    if dist.is_initialized():
+        return None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if environment.world_size() == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return None
+    if rendezvous.ENV_STORE_ENDPOINT in os.environ:
+        address = rendezvous.JobAddress.from_env(os.environ)
+        if address.recovery:
+            _MEMBER.append(_join(address, backend, device, config))
+            return _MEMBER[0]
+    os.environ.setdefault("MASTER_ADDR", environment.main_address)  # SLURM: known to Lightning's environment only
+    os.environ.setdefault("MASTER_PORT", str(environment.main_port))
+    rank, world = environment.global_rank(), environment.world_size()
+    dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world)
+    return None
+
+
+def _join(address: rendezvous.JobAddress, backend: str, device: torch.device, config: RecoveryConfig) -> Member:
+    member = Member(
+        address,
+        MemberConfig(backend=backend, group_timeout_seconds=config.group_timeout_seconds),
+        device=device if backend == "nccl" else None,
+        faults=FaultScript.from_env(os.environ),
+    )
+    member.join({"step": None, "error": "", "phase": "start"})
+    return member

@@ -1,0 +1,89 @@
+"""The user's loaders as this data row's, and where in the stream a job goes on after its members have changed."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy._lightning_private import (
+    epoch_counts,
+    forget_evaluation_loaders,
+    next_training_batch,
+    replace_training_loaders,
+    shift_batches,
+    training_loaders,
+)
+from lightning_ntp.strategy.base import StrategyBase
+from lightning_ntp.strategy.data import LoaderPlan, rebuild_loader
+from lightning_ntp.strategy.resume import Start
+from lightning_ntp.strategy.screen import say_batches
+
+
+class Loading(StrategyBase):
+    """The strategy's loaders."""
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """The user's loader as one of this data row's micro-batches."""
+        trainer = self.lightning_module.trainer
+        training = bool(trainer.training)
+        if training:
+            self._num_training_loaders += 1
+            if self._num_training_loaders > 1 and not trainer.reload_dataloaders_every_n_epochs:
+                raise ConfigError(
+                    "several training loaders at once cannot be shared over data rows; join their datasets into one loader"
+                )
+        source = self._sources.get(dataloader, dataloader) if _can_be_known(dataloader) else dataloader
+        loader = self._own_loader(source, training)
+        if training and self._num_training_loaders == 1:
+            batch_size = getattr(source, "batch_size", None)
+            say_batches(self, batch_size, self.control.num_rows, trainer.accumulate_grad_batches)
+        loader.set_epoch(trainer.current_epoch)  # Lightning creates the first iterator before it tells the epoch
+        return loader
+
+    def _own_loader(self, source: Any, training: bool, start_at: int | Start = 0) -> Any:
+        trainer = self.lightning_module.trainer
+        plan = LoaderPlan(
+            self.topology,
+            self.control.row,
+            self._seed,
+            self._num_healthy_rows,
+            training,
+            lambda: trainer.accumulate_grad_batches,
+            start_at,
+            manual=not self.lightning_module.automatic_optimization,
+            progress=lambda: epoch_counts(trainer).position,
+        )
+        loader = rebuild_loader(source, plan)
+        if training:
+            loader.on_resume = lambda old, new: shift_batches(trainer, new - old)
+        self._sources[loader] = source
+        return loader
+
+    def restart_data(self) -> None:
+        """Share all loaders anew over the live data rows; training goes on where the open window or the next batch begins. Local.
+
+        Batches that were loaded ahead are dropped: they were shared over rows that are gone.
+        """
+        trainer = self.lightning_module.trainer
+        forget_evaluation_loaders(trainer)
+        old = training_loaders(trainer)
+        if not old:
+            return
+        position = next_training_batch(trainer)
+        if self._open_window is not None:
+            position = self._open_window.first_batch
+        elif self._is_batch_pending:
+            position = trainer.fit_loop.batch_idx
+        starts = [loader.start_of(position) if position else Start() for loader in old]
+        new = [self._own_loader(self._sources[loader], True, at) for loader, at in zip(old, starts, strict=True)]
+        replace_training_loaders(trainer, new, position)
+
+
+def _can_be_known(loader: object) -> bool:
+    try:
+        weakref.ref(loader)
+        hash(loader)
+    except TypeError:  # a plain list of batches, for example
+        return False
+    return True

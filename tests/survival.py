@@ -1,0 +1,229 @@
+"""A job of six forked workers that trains through Lightning under faults, and the one process that it must equal.
+
+    run = Run(tmp_path, faults=FaultScript(...), **settings);  run.check()  # ids, losses, parameters, moments
+
+Every worker writes what it has applied: per optimizer step the ids of its data row's samples, the loss, and at the end its state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler
+
+from lightning_ntp.strategy.checkpointing import whole_tensors
+from lightning_ntp.strategy.config import RecoveryConfig
+from lightning_ntp.strategy.coordinator import Patience
+from lightning_ntp.strategy.events import CommitEvent, LossEvent, Observer, RecoveryEvent
+from lightning_ntp.strategy.fsdp import local_of
+from lightning_ntp.strategy.rendezvous import JobAddress
+from lightning_ntp.strategy.sampler import global_order
+from lightning_ntp.testing import FaultScript
+from tests import lightning_jobs as jobs
+from tests.forked import ForkedJob, Log
+
+SIZE, BATCH, SEED = 29, 4, 5
+PATIENT = Patience(hang_seconds=30.0, join_seconds=40.0, start_seconds=60.0)
+
+
+class Recorder(Observer):
+    """Writes what happens to the test's log."""
+
+    def __init__(self, log: Log, module: Recorded, strategy: Any) -> None:
+        self.log, self.module, self.strategy = log, module, strategy
+
+    def on_commit(self, event: CommitEvent) -> None:
+        ids, self.module.ids = self.module.ids, []
+        self.log(
+            step=event.step,
+            row=self.strategy.control.row,
+            ids=ids,
+            attempts=event.attempts,
+            updated=event.updated,
+            samples=event.num_samples,
+        )
+
+    def on_loss(self, event: LossEvent) -> None:
+        self.module.ids = []
+        self.log(lost=event.workers, at=event.step, phase=event.phase, why=event.why)
+
+    def on_recovery(self, event: RecoveryEvent) -> None:
+        self.log(
+            recovered=event.generation,
+            at=event.step,
+            times=dict(event.seconds),
+            topology=event.topology,
+            leader=event.leader,
+            moved=event.bytes_moved,
+            gone=event.lost,
+            joined=event.joined,
+        )
+
+
+class Recorded(jobs.TinyLlama):
+    """Notes the ids of the samples that count in the running window."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__(**config)
+        self.ids: list[int] = []
+        self.modes: list[bool] = []
+
+    def training_step(self, samples: jobs.Sample, batch_idx: int) -> torch.Tensor:
+        assert self.model.training
+        if self.trainer.world_size > 1 and self.trainer.strategy.runner.loss_scale > 0:
+            self.ids += samples["index"].tolist()
+        return super().training_step(samples, batch_idx)
+
+
+def train(address: JobAddress, log: Log) -> None:
+    """The script of a worker."""
+    torch.set_num_threads(1)
+    settings = json.loads(os.environ["NTP_TEST"])
+    with jobs.float64_norms():
+        module = Recorded(**settings["model"])
+        strategy = jobs.ntp(recovery=RecoveryConfig(True, hang_seconds=40.0), **settings["strategy"])
+        strategy.observers.add(Recorder(log, module, strategy))
+        trainer = jobs.trainer(strategy, settings["workers"], **settings["trainer"])
+        loader = jobs.loader(SIZE, BATCH, shuffle=True)
+        validation = jobs.loader(9, BATCH) if settings["validation"] else None
+        trainer.fit(module, loader, validation)
+        log(
+            finished=trainer.global_step,
+            history=module.history,
+            lr=trainer.optimizers[0].param_groups[0]["lr"],
+            rank=trainer.global_rank,
+            fds=len(os.listdir("/proc/self/fd")),
+        )
+        folder = Path(os.environ["NTP_TEST_FOLDER"])
+        if strategy.topology.position(address.worker).replica == 0:
+            state = dict(whole_tensors(strategy.sharded))
+            moments = whole_moments(strategy)
+            if trainer.is_global_zero:
+                torch.save({"state": state, "moments": moments}, folder / "state.pt")
+
+
+def whole_moments(strategy: Any) -> dict[str, torch.Tensor]:
+    """Adam's moments in one piece, on every worker of the first replica. Collective over it."""
+    sharded = strategy.sharded
+    found: dict[str, torch.Tensor] = {}
+    optimizer = strategy.optimizers[0]
+    for key in ("exp_avg", "exp_avg_sq"):
+        kept = [(p, local_of(p).clone()) for _, p in sharded.parameters()]
+        with torch.no_grad():
+            for parameter, _ in kept:
+                local_of(parameter).copy_(local_of(optimizer.state[parameter][key]))
+        found |= {f"{name}/{key}": tensor.clone() for name, tensor in whole_tensors(sharded)}
+        with torch.no_grad():
+            for parameter, value in kept:
+                local_of(parameter).copy_(value)
+    return found
+
+
+class Run:
+    """A job under faults and what came of it. `options` are the Trainer's."""
+
+    def __init__(
+        self,
+        folder: Path,
+        faults: FaultScript | None = None,
+        *,
+        workers: int = 6,
+        validation: bool = False,
+        strategy: dict[str, Any] | None = None,
+        model: dict[str, Any] | None = None,
+        max_respawns: int = 0,
+        code: int = 0,
+        **options: Any,
+    ) -> None:
+        self.folder = folder
+        self.options = {"max_epochs": 2, "gradient_clip_val": 0.5} | options
+        self.accumulate = self.options.get("accumulate_grad_batches", 1)
+        self.num_rows = len((strategy or {}).get("replica_sizes", [3, 3]))
+        settings = {
+            "workers": workers,
+            "validation": validation,
+            "strategy": {"replica_sizes": [3, 3]} | (strategy or {}),
+            "model": model or {},
+            "trainer": self.options,
+        }
+        os.environ["NTP_TEST"], os.environ["NTP_TEST_FOLDER"] = json.dumps(settings), str(folder)
+        self.job = ForkedJob(train, workers, folder, faults=faults, patience=PATIENT, max_respawns=max_respawns)
+        self.code = self.job.run()
+        assert self.code == code, self.job.printed.decode()[-6000:]
+
+    @property
+    def global_batches(self) -> list[list[int]]:
+        """What an undisturbed run trains on, step by step."""
+        size = BATCH * self.num_rows * self.accumulate
+        orders = [global_order(RandomSampler(range(SIZE)), SEED, epoch) for epoch in range(self.options["max_epochs"])]
+        return [ids[i : i + size] for ids in orders for i in range(0, len(ids), size)]
+
+    @property
+    def applied(self) -> list[list[int]]:
+        """Ids of the samples of each update, in the order of data rows."""
+        rows: dict[int, dict[int, list[int]]] = {}
+        for line in self.job.lines:
+            if "step" in line:
+                seen = rows.setdefault(line["step"], {}).setdefault(line["row"], line["ids"])
+                assert seen == line["ids"], f"roles of row {line['row']} saw other samples in step {line['step']}"
+        return [[i for row in sorted(rows[step]) for i in rows[step][row]] for step in sorted(rows)]
+
+    def lines(self, key: str) -> list[dict[str, Any]]:
+        """What workers wrote under a key."""
+        return [line for line in self.job.lines if key in line]
+
+    def check(self, survivors: set[int]) -> None:
+        """Everything equals the undisturbed run, on all survivors."""
+        finished = self.lines("finished")
+        assert {line["worker"] for line in finished} == survivors
+        wanted = self.global_batches
+        if self.accumulate == 1:
+            assert self.applied == wanted
+        assert [sorted(ids) for ids in self.applied] == [sorted(ids) for ids in wanted]
+        for worker in survivors:
+            steps = [line["step"] for line in self.lines("step") if line["worker"] == worker]
+            assert steps == list(range(len(wanted))), f"worker {worker}"
+        twin, moments = self._twin()
+        self._check_losses(finished, twin)
+        self._check_state(twin, moments)
+
+    def _twin(self) -> tuple[jobs.TinyLlama, dict[str, torch.Tensor]]:
+        module = jobs.TinyLlama()
+        with jobs.float64_norms():
+            options = {k: v for k, v in self.options.items() if k == "gradient_clip_val"}
+            plain = jobs.trainer("auto", 1, **options)
+            plain.fit(module, torch.utils.data.DataLoader(jobs.Samples(64), batch_sampler=self.global_batches))
+        optimizer = plain.optimizers[0]
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        moments = {
+            f"{names[parameter]}/{key}": state[key]
+            for parameter, state in optimizer.state.items()
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        return module, moments
+
+    def _check_losses(self, finished: list[dict[str, Any]], twin: jobs.TinyLlama) -> None:
+        wanted = [entry["train_step"] for entry in twin.history]
+        for line in finished:
+            losses = [entry["train_step"] for entry in line["history"]]
+            steps = [loss for i, loss in enumerate(losses) if i in self._batch_entries(len(losses))]
+            if self.accumulate == 1:
+                error = max(abs(a - b) for a, b in zip(steps, wanted[: len(steps)], strict=True))
+                assert error < 1e-9, f"worker {line['worker']}: losses differ by {error}"
+
+    def _batch_entries(self, count: int) -> list[int]:
+        """Positions in a module's history that stand for batches: an epoch's end is one entry more."""
+        per_epoch = -(-SIZE // (BATCH * self.num_rows)) + 1
+        return [i for i in range(count) if i % per_epoch != per_epoch - 1]
+
+    def _check_state(self, twin: jobs.TinyLlama, moments: dict[str, torch.Tensor]) -> None:
+        saved = torch.load(self.folder / "state.pt")
+        named = dict(twin.named_parameters())
+        assert saved["state"].keys() == named.keys() and saved["moments"].keys() == moments.keys()
+        errors = {name: (tensor - named[name]).abs().max().item() for name, tensor in saved["state"].items()}
+        errors |= {name: (tensor - moments[name]).abs().max().item() for name, tensor in saved["moments"].items()}
+        assert max(errors.values()) < 1e-9, max(errors.items(), key=lambda item: item[1])

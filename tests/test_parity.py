@@ -143,10 +143,13 @@ def test_dropout_on_local_heads_differs_between_roles(pool):
     assert not torch.equal(first[0], second[0])
 
 
-def counted_volume(rank, world, shapes, order):
+ONE_KV_HEAD_EACH = {"num_attention_heads": 12, "num_key_value_heads": 12, "intermediate_size": 96, "vocab_size": 96}
+
+
+def counted_volume(rank, world, shapes, order, sizes):
     """Elements that all_to_all_single really carried in one backward, beside the plans' own count."""
     topology = Topology.from_shapes(shapes, order)
-    model = tiny("llama", num_attention_heads=12, num_key_value_heads=12, hidden_size=48, intermediate_size=96, vocab_size=96)
+    model = tiny("llama", **sizes)
     job = ShardedJob(model, topology, rank)
     carried, exchange, lists = [], dist.all_to_all_single, []
 
@@ -156,7 +159,7 @@ def counted_volume(rank, world, shapes, order):
 
     patched = {"all_to_all_single": spy, "all_to_all": lists.append, "all_gather": lists.append}
     with mock.patch.multiple(dist, **patched):
-        job.backward(batch(96, 11, 9))
+        job.backward(batch(model.config.vocab_size, 11, 9))
     planned = sum(bucket.plan.sent_elements for bucket in job.sharded.buckets)
     at = topology.coordinates(rank)
     extra = at.role not in topology.roles(topology.sync_degree)
@@ -168,7 +171,7 @@ def counted_volume(rank, world, shapes, order):
 
 @pytest.mark.parametrize(("shapes", "order"), [([(1, 4), (1, 3)], (1,)), ([(1, 3), (1, 2)], ()), ([(1, 4), (1, 2)], (0, 3))])
 def test_bytes_of_the_exchange_are_the_plans_and_the_lower_bound(pool, shapes, order):
-    reports = pool.run(counted_volume, sum(t for _, t in shapes), shapes, order)
+    reports = pool.run(counted_volume, sum(t for _, t in shapes), shapes, order, ONE_KV_HEAD_EACH)
     assert all(r["carried"] == r["planned"] == r["counted"] for r in reports)
     assert not any(r["lists"] for r in reports), "a list collective ran"
     # There and back for the extras' cells; copies of replicated gradients only come back.
@@ -176,6 +179,15 @@ def test_bytes_of_the_exchange_are_the_plans_and_the_lower_bound(pool, shapes, o
     assert sum(r["carried"] for r in reports) == bound > 0
 
 
+@pytest.mark.parametrize(("shapes", "order"), [([(2, 2), (1, 3)], (1, 0)), ([(1, 4), (1, 3)], (2,))])
+def test_bytes_of_the_exchange_are_the_plans_with_copies_and_other_fsdp_sizes(pool, shapes, order):
+    """How close these plans come to what must be sent is tests/test_sync_plan.py's business."""
+    reports = pool.run(counted_volume, sum(f * t for f, t in shapes), shapes, order, {})
+    assert all(r["carried"] >= r["planned"] == r["counted"] for r in reports)
+    assert sum(r["carried"] for r in reports) < 1.05 * sum(r["planned"] for r in reports), "padding to 16 bytes"
+    assert not any(r["lists"] for r in reports), "a list collective ran"
+
+
 def test_an_even_job_exchanges_nothing_inside_a_replica(pool):
-    reports = pool.run(counted_volume, 4, [(1, 2), (1, 2)], ())
+    reports = pool.run(counted_volume, 4, [(1, 2), (1, 2)], (), ONE_KV_HEAD_EACH)
     assert [r["carried"] for r in reports] == [0, 0, 0, 0]

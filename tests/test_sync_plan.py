@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 
-from lightning_ntp.sync_plan import plan_sync
+from lightning_ntp.sync_plan import _slot_cell, plan_sync
 from lightning_ntp.topology import Topology
 from tests.plan_cases import specs_for, topologies
 
@@ -107,3 +108,73 @@ def test_volume_between_two_degrees_is_the_extras_cells_there_and_back():
     extra_elements = sum(spec.cell(topology.coordinates(extra)).numel for spec in specs)
     assert sum(sent.values()) == 2 * extra_elements
     assert sent[extra] == extra_elements, "the extra sends its own cells once"
+
+
+def _elements(cell):
+    rows = [i for span in cell.rows for i in range(span.start, span.stop)]
+    columns = [i for span in cell.columns for i in range(span.start, span.stop)]
+    return {(row, column) for row in rows for column in columns}
+
+
+def _least_sent(topology, spec):
+    """What any choice of hosts must send inside the replicas, from intersections of cells: the sum of a slot is made at one worker.
+
+    Own gradients of others go there and the sum comes back; of equal copies the slot's missing part goes there, and what the hosts
+    cannot serve from their own slots comes back.
+    """
+    equal_copies, total = spec.dim is None and not spec.partial, 0
+    slots = {slot: _elements(_slot_cell(spec, topology, slot)) for slot in topology.slots}
+    for replica in topology.replicas:
+        held = [_elements(spec.cell(topology.coordinates(worker))) for worker in replica.workers]
+        for wanted in slots.values():
+            parts = [len(wanted & mine) for mine in held]
+            total += len(wanted) - max(parts) if equal_copies else 2 * (sum(parts) - max(parts))
+        if equal_copies:
+            total += max(0, sum(map(len, held)) - sum(map(len, slots.values())))
+    return total
+
+
+def _volumes(topology, **sizes):
+    """(elements the plans send, elements that must be sent) of a bucket."""
+    specs = specs_for(topology, **sizes)
+    sent = sum(plan_sync(specs, topology, worker).sent_elements for worker in topology.workers)
+    return sent, sum(_least_sent(topology, spec) for spec in specs)
+
+
+def _losses(shapes, *workers):
+    topology = Topology.from_shapes(shapes)
+    for worker in workers:
+        topology = topology.without(worker)
+    return topology
+
+
+EVEN_SIZES = {"heads": 12, "ffn": 24, "hidden": 12}
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        Topology.from_shapes([(1, 4), (1, 3)], (1,)),
+        Topology.from_shapes([(2, 4), (2, 3)], (1,)),
+        _losses([(1, 4), (1, 4)], 5),
+        _losses([(1, 4), (1, 4)], 5, 2),
+        _losses([(1, 4), (1, 4)], 5, 0, 4),
+        _losses([(2, 4), (2, 4)], 9, 2),
+    ],
+    ids=repr,
+)
+def test_volume_is_the_least_where_degrees_are_all_that_differs(topology):
+    """Relabelled replicas among them; 12 heads in groups of one, as copies of KV heads have a bound of their own."""
+    sent, least = _volumes(topology, group=1, **EVEN_SIZES)
+    assert sent == least > 0
+
+
+@settings(max_examples=30)
+@given(topologies())
+@example(Topology.from_shapes([(2, 2), (1, 3)], (1, 0)))
+@example(Topology.from_shapes([(2, 4), (1, 7)], (1, 0, 2, 3, 4, 5)))
+@example(Topology.from_shapes([(3, 1), (2, 1)]))
+def test_volume_with_copies_other_fsdp_sizes_and_any_order_is_at_most_twice_the_least(topology):
+    for sizes in ({}, EVEN_SIZES):
+        sent, least = _volumes(topology, **sizes)
+        assert sent <= 2 * least

@@ -28,13 +28,16 @@ from lightning_ntp.topology import Topology
 if TYPE_CHECKING:
     from lightning_ntp.dtensor.placement import UnevenShard
     from lightning_ntp.simulator import simulate
+    from lightning_ntp.strategy.alerts import AlertConfig
+    from lightning_ntp.strategy.callback import ReshardOnGPULossLogic as ReshardOnGPULoss
     from lightning_ntp.strategy.config import RecoveryConfig
     from lightning_ntp.strategy.strategy import NTPStrategyLogic as NTPStrategy
 
-_HOMES = {"UnevenShard": "dtensor.placement", "RecoveryConfig": "strategy.config", "simulate": "simulator"}
+_HOMES = {"AlertConfig": "strategy.alerts", "UnevenShard": "dtensor.placement", "RecoveryConfig": "strategy.config", "simulate": "simulator"}
 """Public names that need torch or NumPy, and where they live: imported when first asked for, as torch takes seconds."""
 
 __all__ = [
+    "AlertConfig",
     "ConfigError",
     "Ledger",
     "NTPError",
@@ -42,6 +45,7 @@ __all__ = [
     "PlanMismatchError",
     "RankLostError",
     "RecoveryConfig",
+    "ReshardOnGPULoss",
     "ShardLayout",
     "Topology",
     "UnevenShard",
@@ -53,10 +57,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "NTPStrategy":
-        strategy = importlib.import_module("lightning_ntp.strategy.strategy")
+    if name in ("NTPStrategy", "ReshardOnGPULoss"):
         only_old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
-        return strategy.strategy_class("pytorch_lightning" if only_old else "lightning.pytorch")
+        framework = "pytorch_lightning" if only_old else "lightning.pytorch"
+        if name == "NTPStrategy":
+            return importlib.import_module("lightning_ntp.strategy.strategy").strategy_class(framework)
+        return importlib.import_module("lightning_ntp.strategy.callback").callback_class(framework)
     if name in _HOMES:
         return getattr(importlib.import_module(f"lightning_ntp.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -142,6 +142,24 @@ class Ledger:
         """Owned GPUs that are lost or parked."""
         return frozenset(self._idle)
 
+    @property
+    def pending_ns(self) -> int:
+        """Productive time of a live GPU since the last commit."""
+        self._advance()
+        return self._pending
+
+    @property
+    def productive_ns(self) -> int:
+        """Productive time of the job so far."""
+        self._advance()
+        return self._job[_PRODUCTIVE]
+
+    def attach(self, sink: Sink) -> None:
+        """From now on `sink` gets the records; first the state so far, as it has not seen the earlier ones."""
+        state = self.state_dict()
+        self._sink = sink
+        self._write("state", state=state)
+
     def now(self) -> int:
         """The clock, never running backwards."""
         now = self._clock() + self._skew
@@ -289,6 +307,24 @@ class Ledger:
         self._opened = self._since
         if saved is not None:
             self._roll_back(_EarlierState.read(saved))
+        self._write("state", state=self.state_dict())
+
+    def join(self, state: Mapping[str, Any]) -> None:
+        """Become the ledger of a job that runs: this process is a newcomer, and its own start was never counted.
+
+        The time from `state` to now goes to what the live GPUs do here now.
+
+        Raises:
+            ConfigError: `state` is none of ours.
+        """
+        earlier = _EarlierState.read(state)
+        self._skew += max(0, earlier.at_ns - self.now())
+        self._spent, self._job, self.step = earlier.spent, earlier.job, earlier.step
+        self._live, self._idle = set(map(int, state["live"])), set(map(int, state["idle"]))
+        self._sum = [sum(column) for column in zip(*self._spent.values(), strict=True)]
+        self._open, self._idle_open, self._pending = [0] * len(BUCKETS), 0, 0
+        self.generation = int(state["generation"])
+        self._since = self._opened = earlier.at_ns
         self._write("state", state=self.state_dict())
 
     def _roll_back(self, saved: _EarlierState) -> None:

@@ -10,6 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from lightning_ntp.goodput_bins import COLORS, bins_of, used_buckets
+from lightning_ntp.goodput_file import History
 from lightning_ntp.scenarios import Scenario
 from lightning_ntp.simulator import simulate_trace
 from lightning_ntp.topology import Topology
@@ -182,3 +184,15 @@ def _grid(
     axes.set_xlim(-0.6, num_roles - 0.4)
     axes.set_xticks(range(num_roles))
     axes.set_xlabel("role")
+
+
+def draw_goodput(history: History, path: Path) -> None:
+    """What all GPUs did over time, as a stacked area: live capacity below, badput above it."""
+    bins = bins_of(history, sorted(history.segments), 240)
+    seconds = [(index + 0.5) * bins.width_ns / 1e9 for index in range(len(bins.spent))]
+    buckets = used_buckets(history)
+    figure, axes = _axes("GPUs over time, by what they did", "seconds", "GPUs")
+    axes.stackplot(seconds, [bins.gpus(bucket) for bucket in buckets], colors=[COLORS[b] for b in buckets], labels=buckets)
+    axes.set_xlim(0, seconds[-1])
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+    _save(figure, path)

@@ -231,3 +231,26 @@ def set_metric_cache(metric: Any, value: Any) -> None:
 def metric_defaults(metric: Any) -> dict[str, Any]:
     """The states of a torchmetrics metric as they were before any update."""
     return metric._defaults
+
+
+def wandb_options(logger: Any) -> dict[str, Any]:
+    """What a WandbLogger hands to ``wandb.init`` when its run is first used: id, mode and settings can only be set here."""
+    options: dict[str, Any] = logger._wandb_init
+    return options
+
+
+def wandb_is_open(logger: Any) -> bool:
+    """Whether a WandbLogger has a run already; asking for ``experiment`` would make one."""
+    return logger._experiment is not None
+
+
+def set_wandb_id(logger: Any, run_id: str) -> None:
+    """Before the run exists: its id, also for ``version``."""
+    logger._id = run_id
+    logger._wandb_init["id"] = run_id
+
+
+def set_wandb_offline(logger: Any) -> None:
+    """Before the run exists: write to disk only."""
+    logger._offline = True
+    logger._wandb_init["mode"] = "offline"

@@ -23,6 +23,7 @@ from lightning_ntp.strategy._lightning_private import (
     stop_transfer_each,
     transfer_each,
 )
+from lightning_ntp.strategy.callback import ensure_callback
 from lightning_ntp.strategy.compiling import Compiling
 from lightning_ntp.strategy.config import (
     Machine,
@@ -78,6 +79,7 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
 
     def setup_environment(self) -> None:
         """Join the job. Collective over all processes."""
+        ensure_callback(self.lightning_module.trainer, self.framework)
         super().setup_environment()
         device = self.root_device
         member = joining.enter(self.cluster_environment, device, self.config.recovery)

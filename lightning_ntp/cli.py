@@ -21,6 +21,7 @@ from lightning_ntp.hf_config import load_hf_config
 from lightning_ntp.layout import ShardLayout, nested_layouts
 from lightning_ntp.planner import Placement, further_losses, plan_placement
 from lightning_ntp.presets import LLAMA3_405B, PAPER_MODEL, gpu_spec
+from lightning_ntp.report_cli import Every, Html, Run, report_run
 from lightning_ntp.scenarios import SCENARIOS, RecoveryCosts, llama3_failures, report, scenario
 from lightning_ntp.topology import Topology
 
@@ -298,6 +299,13 @@ def _write_csv(result: dict[str, Any], folder: Path) -> None:
             writer = csv.DictWriter(file, fieldnames=list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
+
+
+@app.command("report")
+def _report(run: Run, html: Html = None, every: Every = 0.0) -> None:
+    """Goodput of a run, finished or alive: what every GPU did, what was lost, and every event."""
+    with _plain_errors():
+        report_run(run, html, every)
 
 
 def main() -> None:

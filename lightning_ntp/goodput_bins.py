@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_ntp.goodput import BUCKETS, PRODUCTIVE
 from lightning_ntp.goodput_file import History, Segment
+from lightning_ntp.goodput_totals import BUCKETS, PRODUCTIVE
 
 COLORS = {
     PRODUCTIVE: "#2a9d5c",

@@ -2,7 +2,6 @@
 
     LedgerFile(path).write    the sink of a `Ledger`
     read_ledger(path)         one worker's view of the job, as `History`
-    merge(histories)          the job: each GPU's time from its own worker, the rest from the leader of the newest generation
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ import contextlib
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.goodput import BUCKETS, IDLE
+from lightning_ntp.goodput_totals import BUCKETS, IDLE, numbers
 
 VERSION = 1
 MAX_WAITING = 10_000
@@ -121,6 +120,9 @@ class History:
         step: optimizer steps that stood then.
         generation: of the membership then.
         num_damaged: lines that were no records.
+        job: bucket -> nanoseconds of the job.
+        idle: GPUs without work at the end.
+        totals_only: nanoseconds of all GPUs where no segments are known, and `began_ns`, when the job began then.
     """
 
     header: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +135,8 @@ class History:
     job: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BUCKETS, 0))
     idle: frozenset[int] = frozenset()
     released: set[int] = field(default_factory=set)
+    totals_only: dict[str, int] | None = None
+    began_ns: int | None = None
 
     @property
     def worker(self) -> int:
@@ -142,10 +146,14 @@ class History:
     @property
     def start_ns(self) -> int:
         """The first moment of the job."""
+        if self.began_ns is not None:
+            return self.began_ns
         return min((segments[0].start_ns for segments in self.segments.values() if segments), default=self.at_ns)
 
     def gpu_ns(self) -> dict[str, int]:
         """Nanoseconds summed over all GPUs, by bucket."""
+        if self.totals_only is not None:
+            return dict(self.totals_only)
         total = dict.fromkeys(BUCKETS, 0)
         for segments in self.segments.values():
             for segment in segments:
@@ -196,18 +204,6 @@ def read_ledger(path: Path) -> History:
     if not history.header:
         raise ConfigError(f"{path} is no ledger: none of its {len(lines)} lines opens one")
     return history
-
-
-def read_run(folder: Path) -> History:
-    """All ledgers of a run's folder, merged.
-
-    Raises:
-        ConfigError: the folder has none.
-    """
-    paths = sorted(folder.glob("ledger-*.jsonl"))
-    if not paths:
-        raise ConfigError(f"{folder} holds no ledger-*.jsonl; give the folder that the run named as its ledger")
-    return merge([read_ledger(path) for path in paths])
 
 
 def _read_open(history: History, record: dict[str, Any]) -> None:
@@ -342,77 +338,3 @@ def _stamp(history: History, record: Mapping[str, Any]) -> None:
 _READERS = {
     "open": _read_open, "time": _read_time, "move": _read_move, "release": _read_release, "event": _read_event, "state": _read_state,
 }  # fmt: skip
-
-
-def merge(histories: Sequence[History]) -> History:
-    """The job as all its workers saw it.
-
-    Two workers may both have taken themselves for the leader: the one of the newer generation is believed, among equals the
-    lower one. Each GPU's own worker is believed about its own time while the leader counts it as live.
-
-    Raises:
-        ConfigError: nothing to merge.
-    """
-    if not histories:
-        raise ConfigError("merge needs at least one ledger")
-    lead = min(histories, key=lambda history: (-history.generation, history.worker))
-    own = {int(gpu): history for history in histories for gpu in history.header.get("own", ())}
-    segments = {
-        gpu: _overlaid(base, own[gpu].segments.get(gpu, ())) if gpu in own and own[gpu] is not lead else list(base)
-        for gpu, base in lead.segments.items()
-    }
-    return replace(
-        lead,
-        segments=segments,
-        events=_joined_events(histories, lead),
-        num_damaged=sum(history.num_damaged for history in histories),
-    )
-
-
-def _overlaid(base: Sequence[Segment], own: Iterable[Segment]) -> list[Segment]:
-    """`base`, with `own` in place of it where both know the time and `base` has the GPU at work."""
-    result: list[Segment] = []
-    others = deque(own)
-    for segment in base:
-        if IDLE in segment.spent:
-            result.append(segment)
-            continue
-        result += _replaced(segment, others)
-    return result
-
-
-def _replaced(segment: Segment, others: deque[Segment]) -> Iterator[Segment]:
-    rest: Segment | None = segment
-    while rest is not None:
-        while others and others[0].end_ns <= rest.start_ns:
-            others.popleft()
-        if not others or others[0].start_ns >= rest.end_ns:
-            yield rest
-            return
-        before, rest = rest.until(others[0].start_ns)
-        if before is not None:
-            yield before
-        if rest is not None:
-            _, mine = others[0].until(rest.start_ns)
-            assert mine is not None
-            mine, _ = mine.until(rest.end_ns)
-            assert mine is not None
-            yield mine
-            _, rest = rest.until(mine.end_ns)
-
-
-def _joined_events(histories: Sequence[History], lead: History) -> list[dict[str, Any]]:
-    """Every event once: survivors all write down the same loss, each by its own clock."""
-    seen: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for history in (lead, *(each for each in histories if each is not lead)):
-        for number, event in enumerate(history.events):
-            key = event.get("key") or [history.worker, number]
-            seen.setdefault((event["event"], *key), event)
-    return sorted(seen.values(), key=lambda event: int(event["t"]))
-
-
-def numbers(text: str) -> Iterator[int]:
-    """The inverse of `goodput.ranges`."""
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from lightning_ntp.goodput import PRODUCTIVE
 from lightning_ntp.goodput_bins import COLORS, bins_of, used_buckets
 from lightning_ntp.goodput_file import History
+from lightning_ntp.goodput_totals import PRODUCTIVE
 
 NUM_BINS = 480
 MAX_ROWS = 64
@@ -36,11 +36,11 @@ svg{display:block;min-width:720px;width:100%;height:auto}svg text{fill:var(--ink
 svg .dim{fill:var(--dim)}svg line.grid{stroke:var(--line)}table{border-collapse:collapse;width:100%;font-size:.9rem}
 th,td{text-align:left;padding:6px 10px;border-bottom:1px solid var(--line);vertical-align:top}th{color:var(--dim);font-weight:600}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-tr:last-child td{border-bottom:0}i.key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:8px}
+.splits td:first-child,.events td:first-child{white-space:nowrap}tr:last-child td{border-bottom:0}i.key{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:7px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:0 0 10px;font-size:.85rem;color:var(--dim)}
 @media(max-width:640px){.events thead{display:none}.events tr{display:block;padding:8px 10px;border-bottom:1px solid var(--line)}
 .events td{display:flex;gap:10px;border:0;padding:1px 0;text-align:left;white-space:normal;overflow-wrap:anywhere}
-.events td:empty{display:none}.events td::before{content:attr(data-name);color:var(--dim);flex:0 0 86px}.splits .opt{display:none}}
+.events td:empty{display:none}.events td::before{content:attr(data-name);color:var(--dim);flex:0 0 86px}.splits .opt{display:none}.splits td,.splits th{padding:6px 3px}}
 """
 
 
@@ -59,9 +59,7 @@ def render_html(history: History, title: str, now_ns: int | None = None) -> str:
         _tiles(history),
         "<h2>Where the time of all GPUs went</h2>",
         _split(history),
-        "<h2>Every GPU over time</h2>",
-        _legend(used_buckets(history)),
-        f'<div class="wide">{_timeline(history)}</div>',
+        *_timelines(history),
         f"<h2>Events ({len(history.events)})</h2>",
         _events(history),
     ]
@@ -97,7 +95,7 @@ def _tiles(history: History) -> str:
         (share(history.job[PRODUCTIVE], job), "goodput: time in which the job trained"),
         (share(total[PRODUCTIVE], owned), "of all GPU time trained (capacity-weighted)"),
         (f"{history.step:,}", "optimizer steps"),
-        (f"{len(history.segments)}", f"GPUs owned, {len(history.idle)} idle at the end"),
+        (f"{len(history.segments) or '?'}", f"GPUs owned, {len(history.idle)} idle at the end"),
         (f"{counts['loss']} / {counts['rejoin']}", "losses / returns"),
     ]
     return f'<div class="tiles">{"".join(f"<div class=tile><b>{value}</b><span>{what}</span></div>" for value, what in tiles)}</div>'
@@ -124,6 +122,13 @@ def _split(history: History) -> str:
 
 def _legend(used: Iterable[str]) -> str:
     return f'<div class="legend">{"".join(f"<span><i class=key style=background:{COLORS[b]}></i>{b}</span>" for b in used)}</div>'
+
+
+def _timelines(history: History) -> list[str]:
+    if not history.segments:
+        return ["<p>Whose time it was is not known: the ledger files of the run are not here, only its totals.</p>"]
+    title = "<h2>Every GPU over time</h2>"
+    return [title, _legend(used_buckets(history)), f'<div class="wide">{_timeline(history)}</div>']
 
 
 def _timeline(history: History) -> str:

@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 
 from lightning_ntp.goodput_bins import COLORS, bins_of, used_buckets
 from lightning_ntp.goodput_file import History
+from lightning_ntp.goodput_totals import IDLE
 from lightning_ntp.scenarios import Scenario
 from lightning_ntp.simulator import simulate_trace
 from lightning_ntp.topology import Topology
@@ -190,7 +191,7 @@ def draw_goodput(history: History, path: Path) -> None:
     """What all GPUs did over time, as a stacked area: live capacity below, badput above it."""
     bins = bins_of(history, sorted(history.segments), 240)
     seconds = [(index + 0.5) * bins.width_ns / 1e9 for index in range(len(bins.spent))]
-    buckets = used_buckets(history)
+    buckets = sorted(used_buckets(history), key=lambda bucket: bucket == IDLE)  # what is not there on top
     figure, axes = _axes("GPUs over time, by what they did", "seconds", "GPUs")
     axes.stackplot(seconds, [bins.gpus(bucket) for bucket in buckets], colors=[COLORS[b] for b in buckets], labels=buckets)
     axes.set_xlim(0, seconds[-1])

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.goodput import BUCKETS, IDLE, LOST, PRODUCTIVE, GoodputWindow, Ledger, ranges, steady_clock
-from lightning_ntp.goodput_file import History, LedgerFile, Segment, merge, numbers, read_ledger, read_run
+from lightning_ntp.goodput import Ledger, steady_clock
+from lightning_ntp.goodput_file import History, LedgerFile, Segment, read_ledger
+from lightning_ntp.goodput_merge import merge, read_run
+from lightning_ntp.goodput_totals import BUCKETS, IDLE, LOST, PRODUCTIVE, GoodputWindow, numbers, ranges
 
 GPUS = range(6)
 

@@ -152,7 +152,7 @@ class ReshardOnGPULossLogic(_Base):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: the model is cut, a checkpoint may follow."""
         self._observe.place()
-        self.ledger.enter("checkpoint_load" if getattr(trainer, "ckpt_path", None) else "init")
+        self._observe.enter("checkpoint_load" if getattr(trainer, "ckpt_path", None) else "init")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Lightning: go on with the ledger of the job that a checkpoint is from."""
@@ -182,11 +182,11 @@ class ReshardOnGPULossLogic(_Base):
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: everything is restored."""
         self._start()
-        self.ledger.enter("eval")
+        self._observe.enter("eval")
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: on to training."""
-        self.ledger.enter("other")
+        self._observe.enter("other")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: everything is restored."""
@@ -217,12 +217,12 @@ class ReshardOnGPULossLogic(_Base):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: evaluation."""
         if self.observer is not None:
-            self.ledger.enter("eval")
+            self._observe.enter("eval")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: back to what was before."""
         if self.observer is not None:
-            self.ledger.enter(self._observe.between)
+            self._observe.enter(self._observe.between)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: training is over."""
@@ -269,7 +269,7 @@ class ReshardOnGPULossLogic(_Base):
 
     def _wait_for(self, bucket: str) -> None:
         self._observe.between = bucket
-        self.ledger.enter(bucket)
+        self._observe.enter(bucket)
 
     def _start(self) -> None:
         """Once: the ledger's file, W&B's run, and the first event."""
@@ -371,7 +371,7 @@ class ReshardOnGPULossLogic(_Base):
 
 
 def _draw(folder: Path, path: Path) -> None:
-    from lightning_ntp.goodput_file import read_run
+    from lightning_ntp.goodput_merge import read_run
     from lightning_ntp.plots import draw_goodput  # matplotlib costs a second, and only the end of a run draws
 
     draw_goodput(read_run(folder), path)

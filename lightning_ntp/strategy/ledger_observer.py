@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lightning_ntp.goodput import PRODUCTIVE, Ledger
+from lightning_ntp.goodput import Ledger
+from lightning_ntp.goodput_totals import PRODUCTIVE
 from lightning_ntp.strategy.events import CommitEvent, LossEvent, Observer, RecoveryEvent
 from lightning_ntp.topology import Topology
 
@@ -30,6 +31,9 @@ PHASE_BUCKETS = {
 FLUSH_SECONDS = 10.0
 FLUSH_SHARE = 1000
 """Times are written every 10 s, later every thousandth of the job's age: a month makes about 7,000 records."""
+
+EVERY_STEP = frozenset({PRODUCTIVE, "data_wait", "other"})
+MIN_RECORD_SECONDS = 0.1
 
 NUM_TYPICAL = 20
 SLOW_STEP = 2.0
@@ -76,7 +80,14 @@ class LedgerObserver(Observer):
         """Time goes to another bucket."""
         bucket = self.between if name == "commit" else PHASE_BUCKETS.get(name)
         if bucket is not None:
-            self.ledger.enter(bucket)
+            self.enter(bucket)
+
+    def enter(self, bucket: str) -> None:
+        """Time goes to a bucket. Rare ones get records of their own, so that a timeline shows when they were."""
+        before = self.ledger.bucket
+        self.ledger.enter(bucket)
+        if (bucket in EVERY_STEP) != (before in EVERY_STEP) and self.ledger.now() - self._flushed_ns > MIN_RECORD_SECONDS * 1e9:
+            self.flush()
 
     def on_commit(self, event: CommitEvent) -> None:
         """The step's time stands."""

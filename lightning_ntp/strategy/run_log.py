@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightning_ntp.goodput import BADPUT, GoodputWindow, Totals
+from lightning_ntp.goodput_totals import BADPUT, PRODUCTIVE, GoodputWindow, Totals
 from lightning_ntp.topology import Topology
 
 _log = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ def scalars(totals: Totals, window: Totals, topology: Topology | None, generatio
         "goodput/window": window.goodput,
         "goodput/capacity_weighted": totals.capacity_weighted,
     }
+    values["goodput/productive_gpu_s"] = totals.gpu_ns[PRODUCTIVE] / 1e9
     values |= {f"badput_s/{bucket}": totals.gpu_ns[bucket] / 1e9 for bucket in BADPUT}
     values |= {
         "ntp/live_gpus": float(totals.num_live),

@@ -22,7 +22,7 @@ from lightning_ntp.goodput_totals import BUCKETS, IDLE
 from lightning_ntp.plots import draw_goodput
 from lightning_ntp.strategy.alerts import Alert, AlertConfig, Alerts
 from lightning_ntp.strategy.ledger_observer import process_start_ns
-from lightning_ntp.strategy.resume import adopt, job_id_of
+from lightning_ntp.strategy.ledger_resume import adopt, job_id_of
 from tests.goodput_runs import MS, START_NS, Job, eventful
 
 

@@ -350,7 +350,7 @@ class ReshardOnGPULossLogic(_Base):
         window = self._log.window.add(totals)
         values = scalars(totals, window, self._topology(), self.ledger.generation)
         values |= self._meter.rates(totals.num_live, totals.num_owned)
-        self._log.write(self._trainer.loggers, values, step)
+        self._log.write(self._trainer.loggers, values, max(0, step - 1))  # the number that Lightning gives its own lines
         self._alerts.watch(window.goodput, self.job)
 
     def _conclude(self) -> None:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import lightning_ntp
 from lightning_ntp.errors import ConfigError, NTPError, UnsupportedModelError
@@ -209,9 +211,21 @@ class NoPlan(jobs.TinyLlama):
         self.model = torch.nn.Linear(4, 4)
 
 
-class Gathers(jobs.TinyLlama):
+class Asks(jobs.TinyLlama):
+    """Talks to the other rows in the middle of a step."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.metric = how, MeanMetric()
+
     def training_step(self, samples: jobs.Sample, batch_idx: int) -> torch.Tensor:
-        self.all_gather(torch.zeros(1))
+        strategy, one = self.trainer.strategy, torch.ones(1)
+        if self.how == "metric":
+            self.metric.update(one)
+            assert self.metric.compute() == 1
+        else:
+            calls = {"all_gather": lambda: self.all_gather(one), "reduce": lambda: strategy.reduce(one), "barrier": strategy.barrier}
+            calls[self.how]()
         return super().training_step(samples, batch_idx)
 
 
@@ -254,7 +268,7 @@ def test_sync_batch_norm(trainer, module):
         checks.check_trainer(trainer, module)
 
 
-CASES: dict[str, tuple[type, Callable[[], Any], dict[str, Any], type[NTPError], str]] = {
+CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, Any], type[NTPError], str]] = {
     "bare": (BareParameter, _short, {}, ConfigError, "parameter scale belongs to the LightningModule itself"),
     "no plan": (NoPlan, _short, {}, UnsupportedModelError, "holds no Hugging Face model and no plan was given"),
     "heads": (
@@ -272,7 +286,15 @@ CASES: dict[str, tuple[type, Callable[[], Any], dict[str, Any], type[NTPError], 
         "nothing would be trained",
     ),
     "loaders": (jobs.TinyLlama, lambda: [_short(), _short()], {}, ConfigError, "several training loaders"),
-    "gathers": (Gathers, _short, {}, ConfigError, "all_gather in training_step"),
+    **{
+        how: (partial(Asks, how), _short, {"replica_sizes": [1, 1]}, ConfigError, f"{what} in training_step")
+        for how, what in {
+            "all_gather": "all_gather",
+            "reduce": "strategy.reduce",
+            "barrier": "strategy.barrier",
+            "metric": "computing a metric over all data rows",
+        }.items()
+    },
     "tokens": (
         jobs.TinyLlama,
         lambda: DataLoader(torch.zeros(4, 1)),
@@ -300,6 +322,18 @@ def test_every_worker_gets_the_same_clear_error(pool, name):
     messages = pool.run(_fit_case, options.get("devices", 2), name)
     assert len(set(messages)) == 1
     assert match in messages[0], messages[0]
+
+
+def _ask_alone(rank: int, world: int) -> int:
+    with jobs.as_worker(rank, world):
+        for how in ("all_gather", "reduce", "barrier", "metric"):
+            trainer = jobs.trainer(jobs.ntp(replica_sizes=[2]), world)
+            trainer.fit(Asks(how), _short())
+        return trainer.global_step
+
+
+def test_one_data_row_may_ask_itself(pool):
+    assert pool.run(_ask_alone, 2) == [1, 1]
 
 
 def _fit_short(rank: int, world: int) -> tuple[int, float]:

@@ -125,6 +125,20 @@ def stop_sigterm_broadcasts(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
+@contextmanager
+def synced_by(results: Any, reduce: Callable[..., Any] | None) -> Iterator[None]:
+    """Inside, ``self.log`` syncs by `reduce` where it is given; Lightning hands over ``strategy.reduce``, which users call as well."""
+    if reduce is None:
+        yield
+        return
+    log = results.log
+    results.log = lambda *args, **options: log(*args, **(options | {"sync_dist_fn": reduce}))
+    try:
+        yield
+    finally:
+        del results.log
+
+
 def keep_samplers(trainer: Any) -> None:
     """Without this Lightning puts its DistributedSampler in place of the user's sampler, whose order is then lost."""
     trainer._accelerator_connector.use_distributed_sampler = False

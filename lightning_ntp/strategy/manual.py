@@ -76,7 +76,7 @@ class ManualOptimization(StrategyBase):
         reseed(self._seed, trainer.current_epoch, trainer.fit_loop.batch_idx, self.control.row)
         if torch.cuda.is_available():
             torch.cuda.manual_seed(torch.initial_seed())
-        log = StepLog(results_of(trainer))
+        log = StepLog(results_of(trainer), self.reduce_logged)
         runner.in_training_step = True
         try:
             with log.micro_batch(batch.batches[0], batch.weights[0]), batch.alone(0, self.lightning_module):

@@ -6,13 +6,13 @@ each micro-batch's count as its weight. Ghosts leave no trace.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lightning_ntp.strategy._lightning_private import metric_cache, metric_defaults, set_metric_cache
+from lightning_ntp.strategy._lightning_private import metric_cache, metric_defaults, set_metric_cache, synced_by
 from lightning_ntp.strategy.control import ControlPlane
 
 
@@ -58,10 +58,11 @@ class StepLog:
 
     Args:
         results: Lightning's result collection of the loop that is running.
+        reduce: how logged values are synced; Lightning's own way unless given.
     """
 
-    def __init__(self, results: Any) -> None:
-        self._results = results
+    def __init__(self, results: Any, reduce: Callable[..., Any] | None = None) -> None:
+        self._results, self._reduce = results, reduce
         self._before = {key: metric_cache(metric) for key, metric in results.items()}
         self._values: dict[str, list[tuple[torch.Tensor, float]]] = {}
         self._total_weight = 0.0
@@ -75,7 +76,8 @@ class StepLog:
         sums = {key: (metric.value, getattr(metric, "cumulated_batch_size", None)) for key, metric in self._tensors()}
         for _, metric in self._tensors():
             set_metric_cache(metric, None)
-        yield
+        with synced_by(results, self._reduce):
+            yield
         for key, metric in self._tensors():
             value = metric_cache(metric)
             if value is not None:

@@ -99,7 +99,7 @@ class StepRunner:
         window = self.window
         if window is None:
             raise RuntimeError("a loop batch outside of a window")
-        log = StepLog(training_results(trainer))
+        log = StepLog(training_results(trainer), trainer.strategy.reduce_logged)
         losses: list[torch.Tensor] = []
         reported: Any = None
         for index, (micro, weight) in enumerate(zip(batch.batches, batch.weights, strict=True)):

@@ -30,14 +30,21 @@ if TYPE_CHECKING:
     from lightning_ntp.simulator import simulate
     from lightning_ntp.strategy.alerts import AlertConfig
     from lightning_ntp.strategy.callback import ReshardOnGPULossLogic as ReshardOnGPULoss
-    from lightning_ntp.strategy.config import RecoveryConfig
+    from lightning_ntp.strategy.config import CheckpointConfig, RecoveryConfig
     from lightning_ntp.strategy.strategy import NTPStrategyLogic as NTPStrategy
 
-_HOMES = {"AlertConfig": "strategy.alerts", "UnevenShard": "dtensor.placement", "RecoveryConfig": "strategy.config", "simulate": "simulator"}
+_HOMES = {
+    "AlertConfig": "strategy.alerts",
+    "CheckpointConfig": "strategy.config",
+    "RecoveryConfig": "strategy.config",
+    "UnevenShard": "dtensor.placement",
+    "simulate": "simulator",
+}
 """Public names that need torch or NumPy, and where they live: imported when first asked for, as torch takes seconds."""
 
 __all__ = [
     "AlertConfig",
+    "CheckpointConfig",
     "ConfigError",
     "Ledger",
     "NTPError",

@@ -13,8 +13,8 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lightning_ntp.strategy.checkpointing import whole_tensors
 from lightning_ntp.strategy.strategy import strategy_class
+from lightning_ntp.strategy.whole import whole_tensors
 from tests.models import batch, float64_norms, tiny
 
 VOCAB, LENGTH = 101, 7

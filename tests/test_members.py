@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.strategy.checkpointing import load, model_state, save, whole_tensors
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.whole import whole_tensors
 from lightning_ntp.topology import Replica, Topology
 from tests.engine import ShardedJob, Twin
 from tests.models import batch, float64_norms, tiny
+from tests.saves import load_job, save_job
 
 CASES = {
     "workers 0, 2, 3, 5": (Topology(2, (Replica(((0, 2),)), Replica(((3, 5),)))), (0, 2, 3, 5)),
@@ -38,11 +39,11 @@ def steps_and_messages(rank, world, case, folder):
         whole = dict(whole_tensors(job.sharded))
         control = ControlPlane(job.groups, torch.device("cpu"))
         messages = [control.broadcast(worker), control.gather_objects(worker)]
-        save(job.sharded, {"state_dict": model_state(job.sharded)}, str(folder))
+        save_job(job, folder)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
-        load(job.sharded, [], str(folder))
+        load_job(job, folder)
         loaded = max(job.errors(twin, lambda p: p).values())
     wrong = [fqn for fqn, tensor in whole.items() if not torch.allclose(tensor, twin.parameters[fqn], rtol=1e-9, atol=1e-12)]
     return {"worst": max(worst, loaded, abs(norm / wanted - 1).item()), "wrong": wrong, "messages": messages, "drifted": job.drifted()}

@@ -14,6 +14,7 @@ DTensor has no public way to give a new placement its rules. What we hook, once,
 | `unwrap_to_op_info` ... `wrap` | torch's own path for such an operator on tensors that are not ours |
 | `debug._clear_sharding_prop_cache`, `clear_redistribute_planner_cache` | meshes compare by ranks and shape, so the caches hand a mesh whose groups are gone to its equal of the next generation |
 | `RuntimeSchemaInfo`, `op_to_schema_info` | which plain arguments belong to that key: an operator unknown to DTensor has none, and its rule would be reused for other arguments |
+| `checkpoint.filesystem._StorageInfo` | where in which file a tensor is: the leader writes the metadata for all workers without asking them |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.distributed.tensor._redistribute
 import torch.distributed.tensor._utils
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel.loss
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -42,6 +44,7 @@ __all__ = [
     "OutputSharding",
     "Propagate",
     "Redistribute",
+    "StorageInfo",
     "TensorMeta",
     "functional",
     "hook_global_info",

@@ -1,27 +1,27 @@
 """Cells in and out of ``torch.distributed.checkpoint``: saved under any topology, loaded under any other.
 
-    save: cells owned by replica 0 -> files in a folder beside the target -> renamed by the leader once all of it is written
+    save: own cells --stage--> chunks in host memory --write_part--> one file per worker --commit (leader)--> folder in place
     load: each worker reads exactly the rectangles of its cells, whoever wrote them
 
+Nothing here talks to another worker: who writes what is known to all, and the leader sees on the disk which parts are done.
+So a save may run beside training, and a worker that is lost can only keep a save from being finished.
+
 A checkpoint holds every parameter under its plain name and whole shape, so that tools without this package read it as well.
-Metadata goes through an unpickler that admits the few classes it consists of: loading a doctored file runs no code.
 """
 
 from __future__ import annotations
 
-import os
-import pickle
-import shutil
-from collections.abc import Mapping
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,58 +29,65 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
+from lightning_ntp.dtensor._torch_private import StorageInfo
+from lightning_ntp.dtensor.checkpoint_files import (
+    Manifest,
+    SafeReader,
+    checksum,
+    put_in_place,
+    sync_folder,
+    write_synced,
+)
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.model_spec import Cell, ParamSpec, Piece
+
+VALUES = "values.pt"
 
 
 @dataclass(frozen=True)
 class CellTensor:
-    """One worker's cell of a tensor of a parameter's shape, as DCP's protocol for sharded objects wants it.
+    """One worker's cell of a tensor of a parameter's shape.
 
     Args:
         spec: of the parameter.
         cell: what `local` holds.
         local: storage of the cell, any shape of ``cell.numel`` elements whose rows and columns are strided.
-        written: the part that this worker writes; an empty cell for none.
+        written: the disjoint parts of it that this worker writes.
     """
 
     spec: ParamSpec
     cell: Cell
     local: torch.Tensor
-    written: Cell
+    written: tuple[Cell, ...] = ()
 
     def size(self) -> torch.Size:
         """Whole shape."""
         return torch.Size(self.spec.shape)
 
-    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in map(self._chunk, self.cell.pieces(self.written))
-        ]
+    def stage(self, name: str) -> Iterator[Chunk]:
+        """Copies of the written parts in host memory. Local."""
+        for part in self.written:
+            for piece in self.cell.pieces(part):
+                box = self._box(piece)
+                values = torch.empty(box.sizes, dtype=self.local.dtype)
+                yield Chunk(name, self.size(), box, values.copy_(self._view(piece, box)))
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(piece) for piece in self.cell.pieces(self.cell)]
+    def boxes(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """The rectangles of the cell and their storage, to be filled."""
+        pieces = [(piece, self._box(piece)) for piece in self.cell.pieces(self.cell)]
+        return [(box, self._view(piece, box)) for piece, box in pieces]
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for piece in (*self.cell.pieces(self.written), *self.cell.pieces(self.cell)):
-            chunk = self._chunk(piece)
-            if chunk.offsets == index.offset:
-                row, column = piece.source_row, piece.source_column
-                matrix = self.local.view(self.cell.shape)
-                part = matrix[row : row + len(piece.rows), column : column + len(piece.columns)]
-                return part if len(self.spec.shape) == 2 else part.view(chunk.sizes)
-        raise ConfigError(f"{index.fqn}: no chunk at {index.offset} in this worker's cell {self.cell}")
+    def _view(self, piece: Piece, box: ChunkStorageMetadata) -> torch.Tensor:
+        row, column = piece.source_row, piece.source_column
+        matrix = self.local.view(self.cell.shape)
+        part = matrix[row : row + len(piece.rows), column : column + len(piece.columns)]
+        return part if len(self.spec.shape) == 2 else part.view(box.sizes)
 
-    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
+    def _box(self, piece: Piece) -> ChunkStorageMetadata:
         """A rectangle in the tensor's own dims; tensors of other than 2 dims are cut by rows only."""
         shape = self.spec.shape
         if len(shape) == 2:
@@ -91,16 +98,148 @@ class CellTensor:
         return ChunkStorageMetadata(torch.Size(offsets), torch.Size((len(piece.rows), *shape[1:])[: len(shape)]))
 
 
-class _CellSavePlanner(DefaultSavePlanner):
-    """DCP looks parts up in tensors only; ours know their own."""
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A rectangle of a tensor, copied to host memory."""
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        tensor = self.state_dict[index.fqn]
-        return tensor.__get_tensor_shard__(index) if isinstance(tensor, CellTensor) else super().lookup_object(index)
+    name: str
+    size: torch.Size
+    box: ChunkStorageMetadata
+    values: torch.Tensor
+
+    @property
+    def index(self) -> MetadataIndex:
+        """DCP's key of it."""
+        return MetadataIndex(self.name, self.box.offsets)
 
 
-class _CellLoadPlanner(DefaultLoadPlanner):
-    """Plans reads by chunk lists: DCP's own planner refuses what is not a tensor."""
+def stage(tensors: Mapping[str, CellTensor | torch.Tensor], leads: bool) -> list[Chunk]:
+    """Copies of what this worker writes: its parts of cells, and plain tensors where it is the leader. Local."""
+    chunks: list[Chunk] = []
+    for name, tensor in tensors.items():
+        if isinstance(tensor, CellTensor):
+            chunks += tensor.stage(name)
+        elif leads:
+            values = tensor.detach().to("cpu", copy=True).contiguous()
+            box = ChunkStorageMetadata(torch.Size([0] * values.dim()), values.size())
+            chunks.append(Chunk(name, values.size(), box, values))
+    return chunks
+
+
+class _ChunkPlanner(DefaultSavePlanner):
+    """Hands staged chunks to DCP's writer."""
+
+    def __init__(self, chunks: Iterable[Chunk]) -> None:
+        super().__init__()
+        self.values = {chunk.index: chunk.values for chunk in chunks}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self.values[write_item.index]
+
+
+def part_file(aside: Path, part: int) -> Path:
+    """The record that a worker's part of a save is on the disk."""
+    return aside / f"__{part}.part.json"
+
+
+def write_part(chunks: Sequence[Chunk], aside: Path, part: int) -> None:
+    """One worker's file of a checkpoint, and the record that says what is in it.
+
+    Args:
+        chunks: from `stage`.
+        aside: folder of this save; made where it is missing.
+        part: this worker's number in the save.
+
+    Local; may run in a thread.
+    """
+    aside.mkdir(parents=True, exist_ok=True)
+    items = [
+        WriteItem(
+            index=chunk.index,
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk.box, TensorProperties(dtype=chunk.values.dtype), chunk.size),
+        )
+        for chunk in chunks
+    ]
+    writer = FileSystemWriter(aside, sync_files=True)
+    # DCP names files by the number of a plan among all plans.
+    plan = writer.prepare_global_plan([SavePlan([]) for _ in range(part)] + [SavePlan(items)])[part]
+    by_index = {chunk.index: chunk for chunk in chunks}
+    entries = []
+    for result in writer.write_data(plan, _ChunkPlanner(chunks)).wait() if items else ():
+        chunk, place = by_index[result.index], result.storage_data
+        entries.append(
+            [chunk.name, list(chunk.size), list(chunk.box.offsets), list(chunk.box.sizes), str(chunk.values.dtype),
+             place.relative_path, place.offset, place.length]
+        )  # fmt: skip
+    files = {name: [(aside / name).stat().st_size, checksum(aside / name)] for name in {entry[5] for entry in entries}}
+    record = part_file(aside, part)
+    unfinished = record.with_suffix(".tmp")
+    write_synced(unfinished, json.dumps({"chunks": entries, "files": files}).encode())
+    unfinished.rename(record)
+
+
+def write_values(content: bytes, aside: Path) -> None:
+    """What is no tensor of the model, as ``torch.save`` writes it, loadable with ``weights_only``. Local, by the leader."""
+    aside.mkdir(parents=True, exist_ok=True)
+    write_synced(aside / VALUES, content)
+
+
+def missing_parts(aside: Path, parts: Iterable[int]) -> list[int]:
+    """Workers whose part is not on the disk yet."""
+    return [part for part in parts if not part_file(aside, part).is_file()]
+
+
+def commit(aside: Path, folder: Path, parts: Sequence[int]) -> None:
+    """Make a folder of finished parts a checkpoint. By the leader, which has written its `values`; local.
+
+    Raises:
+        ConfigError: the parts are not the whole model: a bug or a disk that loses files. `aside` stays.
+    """
+    files: dict[str, tuple[int, int]] = {}
+    tensors: dict[str, TensorStorageMetadata] = {}
+    results: list[WriteResult] = []
+    covered: dict[str, int] = defaultdict(int)
+    for part in parts:
+        record = json.loads(part_file(aside, part).read_text())
+        files |= {name: (size, crc) for name, (size, crc) in record["files"].items()}
+        for name, shape, offsets, sizes, dtype, path, offset, length in record["chunks"]:
+            box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            dtype_of = getattr(torch, dtype.removeprefix("torch."))
+            entry = tensors.setdefault(name, TensorStorageMetadata(TensorProperties(dtype=dtype_of), torch.Size(shape), []))
+            entry.chunks.append(box)
+            covered[name] += prod(sizes)
+            index = MetadataIndex(name, box.offsets)
+            results.append(WriteResult(index, length, StorageInfo(path, offset, length)))
+    torn = [name for name, entry in tensors.items() if covered[name] != prod(entry.size)]
+    if torn:
+        raise ConfigError(f"{aside}: the parts hold {covered[torn[0]]} elements of {torn[0]!r}, it has {prod(tensors[torn[0]].size)}")
+    FileSystemWriter(aside, sync_files=True).finish(Metadata(dict(tensors)), [results])
+    for part in parts:
+        part_file(aside, part).unlink()
+    for file in aside.rglob("*"):
+        name = file.relative_to(aside).as_posix()
+        if file.is_file() and name not in files:
+            files[name] = (file.stat().st_size, checksum(file))
+    Manifest(files).write(aside)
+    sync_folder(aside)
+    put_in_place(aside, folder)
+
+
+class _BoxPlanner(DefaultLoadPlanner):
+    """Plans reads by rectangles: DCP's own planner refuses what is not a tensor."""
+
+    def __init__(self, targets: Mapping[str, CellTensor | torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.requests: dict[str, list[ChunkStorageMetadata]] = {}
+        self.storage: dict[MetadataIndex, torch.Tensor] = {}
+        for name, target in targets.items():
+            if isinstance(target, CellTensor):
+                boxes = target.boxes()
+            else:
+                boxes = [(ChunkStorageMetadata(torch.Size([0] * target.dim()), target.size()), target)]
+            self.requests[name] = [box for box, _ in boxes]
+            self.storage |= {MetadataIndex(name, box.offsets): storage for box, storage in boxes}
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -110,135 +249,122 @@ class _CellLoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        saved, requests = self.metadata.state_dict_metadata, []
-        for name, tensor in self.state_dict.items():
-            if isinstance(tensor, CellTensor):
-                chunks = tensor.__create_chunk_list__()
-            else:
-                chunks = [ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())]
-            stored = saved[name]
-            assert isinstance(stored, TensorStorageMetadata), "load_cells has checked this"
-            requests += create_read_items_for_chunk_list(name, stored, chunks)
+        requests = []
+        for name, boxes in self.requests.items():
+            stored = self.metadata.state_dict_metadata[name]
+            assert isinstance(stored, TensorStorageMetadata), "SavedTensors.fill has checked this"
+            requests += create_read_items_for_chunk_list(name, stored, boxes)
         return LoadPlan(requests)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        tensor = self.state_dict[index.fqn]
-        return tensor.__get_tensor_shard__(index) if isinstance(tensor, CellTensor) else super().lookup_tensor(index)
+        return self.storage[index]
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Admits what DCP's own metadata consists of and nothing else."""
+class SavedTensors:
+    """The tensors of a checkpoint folder, by name; of this package, or any other folder of DCP.
 
-    _ALLOWED = frozenset(
-        {
-            *(("torch.distributed.checkpoint.metadata", name) for name in (
-                "Metadata", "MetadataIndex", "TensorProperties", "ChunkStorageMetadata", "TensorStorageMetadata",
-                "BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
-            )),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch.serialization", "_get_layout"),
-            ("torch", "Size"),
-            ("torch", "device"),
-            ("pathlib", "PosixPath"),
-            ("collections", "OrderedDict"),
-        }
-    )  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise ConfigError(
-            f"checkpoint metadata refers to {module}.{name}, which no checkpoint of ours needs; the file is damaged or was "
-            "made to run code. Load another checkpoint."
-        )
-
-
-class _SafeReader(FileSystemReader):
-    """DCP's reader, except that metadata cannot run code."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        if metadata.storage_meta is None:
-            raise ConfigError(f"{self.path}: checkpoint metadata without storage information")
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-def save_cells(
-    tensors: Mapping[str, CellTensor | torch.Tensor], values: Mapping[str, Any], folder: Path, group: ProcessGroup
-) -> None:
-    """Write a checkpoint folder.
-
-    Args:
-        tensors: name -> this worker's cell; a plain tensor is written by the first worker of the group.
-        values: what else must be kept (plain Python and tensors), from the first worker; loadable with ``weights_only``.
-        folder: target; an older checkpoint there is replaced once the new one is complete.
-        group: all live workers; its first one is the leader. The folder must be on storage that all of them see.
-
-    A save cut off at any point leaves the old folder as it was. Collective over `group`.
+    Raises:
+        ConfigError: no DCP folder, or metadata that is damaged or would run code.
     """
-    leads = dist.get_group_rank(group, dist.get_rank()) == 0
-    aside = folder.with_name(f".{folder.name}.incomplete")
-    if leads:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        with (aside / "values.pt").open("wb") as file:
-            torch.save(dict(values), file)
-            file.flush()
-            os.fsync(file.fileno())
-    dist.barrier(group)
-    mine = {name: tensor for name, tensor in tensors.items() if leads or isinstance(tensor, CellTensor)}
-    writer = FileSystemWriter(aside, sync_files=True)
-    dcp.save(mine, storage_writer=writer, planner=_CellSavePlanner(), process_group=group)
-    if leads:
-        _replace_folder(aside, folder)
-    dist.barrier(group)
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._reader = SafeReader(folder)
+        self._saved = self._reader.read_metadata().state_dict_metadata
 
-def _replace_folder(aside: Path, folder: Path) -> None:
-    """Renames are atomic; between the two of a replacement the old checkpoint still stands under another name."""
-    old = folder.with_name(f".{folder.name}.previous")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(name for name, entry in self._saved.items() if isinstance(entry, TensorStorageMetadata))
+
+    @property
+    def other_names(self) -> frozenset[str]:
+        """Names of what other programs have saved beside tensors."""
+        return frozenset(self._saved) - self.names
+
+    def entry(self, name: str) -> TensorStorageMetadata:
+        """Shape and dtype of a tensor.
+
+        Raises:
+            ConfigError: there is no such tensor.
+        """
+        entry = self._saved.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ConfigError(
+                f"{self.folder}: the checkpoint has no tensor {name!r}; was it made with another model or optimizer?"
+            )
+        return entry
+
+    def check(self, targets: Mapping[str, CellTensor | torch.Tensor]) -> None:
+        """Compare names and shapes before anything is read.
+
+        Raises:
+            ConfigError: a tensor is missing or has another shape.
+        """
+        for name, target in targets.items():
+            size = self.entry(name).size
+            if tuple(size) != tuple(target.size()):
+                raise ConfigError(f"{self.folder}: {name!r} has shape {tuple(size)} there, {tuple(target.size())} here")
+
+    def fill(self, targets: Mapping[str, CellTensor | torch.Tensor]) -> None:
+        """Fill cells and plain tensors in place. Local.
+
+        Raises:
+            ConfigError: as `check`, or a file that cannot be read.
+        """
+        self.check(targets)
+        if not targets:
+            return
+        metadata, planner = self._reader.read_metadata(), _BoxPlanner(targets)
+        # What dcp.load does in one process, without its warning that it is one.
+        planner.set_up_planner(dict(targets), metadata, is_coordinator=True)
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except Exception as error:  # torch.load of a damaged file fails in many ways
+            raise ConfigError(f"{self.folder} cannot be read: {type(error).__name__}: {error}") from error
+
+    def value(self, name: str) -> Any:
+        """What another program saved under a name beside tensors, if it is plain. Local.
+
+        Raises:
+            ConfigError: its loading would run code.
+        """
+        place = self._reader.read_metadata().storage_data[MetadataIndex(name)]
+        with (self.folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            return load_safely(io.BytesIO(file.read(place.length)), where=f"{self.folder}: {name!r}")
+
+    def whole(self, name: str) -> torch.Tensor:
+        """One tensor in one piece. Local."""
+        entry = self.entry(name)
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        self.fill({name: tensor})
+        return tensor
 
 
 def load_values(folder: Path) -> dict[str, Any]:
-    """The `values` of `save_cells`. Local."""
-    file = folder / "values.pt"
-    if not file.is_file():
-        raise ConfigError(f"{folder} is no checkpoint of this package: it has no values.pt")
-    return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def load_cells(tensors: Mapping[str, CellTensor | torch.Tensor], folder: Path, group: ProcessGroup | None) -> None:
-    """Fill each cell in place from a checkpoint made under any topology.
+    """What `write_values` wrote. Local.
 
     Raises:
-        ConfigError: the folder is no complete checkpoint, lacks a tensor, or holds it in another shape.
-
-    Collective over `group` (None: one process without groups).
+        ConfigError: no checkpoint of this package, or a file that would run code.
     """
-    if not (folder / ".metadata").is_file():
-        raise ConfigError(f"{folder} is no complete checkpoint: it has no .metadata")
-    reader = _SafeReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
-    for name, tensor in tensors.items():
-        size = getattr(saved.get(name), "size", None)
-        if size is None:
-            raise ConfigError(f"{folder}: the checkpoint has no tensor {name!r}; was it made with another model or optimizer?")
-        if tuple(size) != tuple(tensor.size()):
-            raise ConfigError(f"{folder}: {name!r} has shape {tuple(size)} there, {tuple(tensor.size())} here")
-    dcp.load(
-        dict(tensors), storage_reader=reader, planner=_CellLoadPlanner(flatten_state_dict=False), process_group=group, no_dist=group is None
-    )
+    file = folder / VALUES
+    if not file.is_file():
+        raise ConfigError(f"{folder} is no checkpoint of this package: it has no {VALUES}")
+    return load_safely(file)
 
 
-def saved_names(folder: Path) -> frozenset[str]:
-    """Names of all tensors in a checkpoint. Local."""
-    if not (folder / ".metadata").is_file():
-        raise ConfigError(f"{folder} is no complete checkpoint: it has no .metadata")
-    return frozenset(_SafeReader(folder).read_metadata().state_dict_metadata)
+def load_safely(file: Path | io.BytesIO, mmap: bool = False, where: str = "") -> Any:
+    """A file of ``torch.save`` that holds nothing but plain values and tensors. Local.
+
+    Raises:
+        ConfigError: it is damaged, or its loading would run code.
+    """
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # pickles fail in many ways
+        raise ConfigError(
+            f"{where or file} cannot be loaded: it is damaged, or holds objects whose loading would run code "
+            f"({type(error).__name__}: {str(error).splitlines()[0]})"
+        ) from error

@@ -1,26 +1,25 @@
-"""Lightning's checkpoints as folders of cells, loadable under any topology; and whole Hugging Face models."""
+"""What a checkpoint holds of a cut model and its optimizers, and how it comes back under any topology."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_ntp.dtensor.checkpoint import CellTensor, load_cells, load_values, save_cells, saved_names
-from lightning_ntp.dtensor.collectives import sum_in_place
-from lightning_ntp.errors import ConfigError
+from lightning_ntp.dtensor.checkpoint import CellTensor
+from lightning_ntp.errors import ConfigError, NTPError
 from lightning_ntp.model_spec import Cell, ParamSpec
 from lightning_ntp.strategy.fsdp import ShardedModel, local_of
+from lightning_ntp.strategy.sources import MODEL, OPTIMIZER, OPTIMIZERS, SavedOptimizer, Source, open_source
+from lightning_ntp.write_plan import written_cells
 
-MODEL = "model/"
-OPTIMIZER = "optimizer{}/"
-GROUPS = "ntp_param_groups"
-"""Prefixes of tensor names in a checkpoint, and the key of the optimizers' param groups among its values."""
+Agree = Callable[[str | None], str | None]
+"""The message of some worker that has one, or None where nobody has. Collective."""
+
+Parts = Mapping[str, tuple[Cell, ...]]
 
 
 def reshard(sharded: ShardedModel) -> None:
@@ -29,142 +28,212 @@ def reshard(sharded: ShardedModel) -> None:
         unit.reshard()
 
 
-def model_state(sharded: ShardedModel) -> dict[str, Any]:
+def parts_to_write(sharded: ShardedModel) -> Parts:
+    """Name of a parameter -> the parts of it that this worker writes. Local."""
+    topology, worker = sharded.groups.topology, sharded.groups.worker
+    return {spec.fqn: written_cells(spec, index, topology, worker) for index, spec in enumerate(sharded.plan.params)}
+
+
+def model_state(sharded: ShardedModel, parts: Parts | None = None) -> dict[str, Any]:
     """Cells of all parameters and whole persistent buffers, by name. Local."""
     reshard(sharded)
-    state: dict[str, Any] = {spec.fqn: cell_of(sharded, spec, parameter) for spec, parameter in sharded.parameters()}
+    state: dict[str, Any] = {spec.fqn: _cell(sharded, spec, parameter, parts) for spec, parameter in sharded.parameters()}
     persistent = sharded.module.state_dict().keys()
     return state | {name: buffer for name, buffer in sharded.module.named_buffers() if name in persistent}
 
 
-def optimizer_state(sharded: ShardedModel, optimizer: Any) -> dict[str, Any]:
-    """``{"tensors": {"parameter/state": cell or scalar}, "param_groups": [...]}``. Local."""
+def optimizer_state(sharded: ShardedModel, optimizer: Any, parts: Parts | None = None) -> dict[str, Any]:
+    """``{"tensors": {"parameter/state": cell or scalar}, "saved": fields of `SavedOptimizer`}``. Local."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)
     reshard(sharded)
     names = {parameter: spec for spec, parameter in sharded.parameters()}
     tensors: dict[str, Any] = {}
+    scalars: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
+        spec = names[parameter]
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
-                continue
-            spec = names[parameter]
-            whole = value.dim() == 0 or not isinstance(value, DTensor)
-            tensors[f"{spec.fqn}/{key}"] = value if whole else cell_of(sharded, spec, value)
+                scalars.setdefault(spec.fqn, {})[key] = value
+            else:
+                whole = value.dim() == 0 or not isinstance(value, DTensor)
+                tensors[f"{spec.fqn}/{key}"] = value if whole else _cell(sharded, spec, value, parts)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [names[parameter].fqn for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return {"tensors": tensors, "param_groups": groups}
+    return {"tensors": tensors, "saved": {"groups": groups, "name": type(optimizer).__name__, "scalars": scalars}}
 
 
-def cell_of(sharded: ShardedModel, spec: ParamSpec, tensor: torch.Tensor) -> CellTensor:
-    """A parameter, or a tensor laid out like it, for a checkpoint: the first replica writes each element once. Local."""
-    at, topology = sharded.coordinates, sharded.groups.topology
-    writes = topology.position(sharded.groups.worker).replica == 0
-    written = spec.owned_cell(at, topology.roles(at.degree)[0]) if writes else Cell((), ())
-    return CellTensor(spec, spec.cell(at), local_of(tensor), written)
+def _cell(sharded: ShardedModel, spec: ParamSpec, tensor: torch.Tensor, parts: Parts | None = None) -> CellTensor:
+    """A parameter, or a tensor laid out like it, as a checkpoint sees it. Local."""
+    return CellTensor(spec, spec.cell(sharded.coordinates), local_of(tensor), (parts or {}).get(spec.fqn, ()))
 
 
-def save(sharded: ShardedModel, checkpoint: Mapping[str, Any], path: str) -> None:
-    """Write what Lightning collected. Collective over all workers with a role."""
+def collect(
+    sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is to be written: tensors by name, and everything else.
+
+    The state is taken now, not from `checkpoint`: a recovery may have moved it since Lightning collected. From
+    `checkpoint` come the names, as hooks of the user may have dropped some, and tensors that hooks have added.
+    Local.
+    """
+    parts = parts_to_write(sharded)
+    current, chosen = model_state(sharded, parts), checkpoint["state_dict"]
+    tensors = {f"{MODEL}{name}": current.get(name, value) for name, value in chosen.items()}
     values = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-    tensors = {f"{MODEL}{name}": value for name, value in checkpoint["state_dict"].items()}
-    optimizers = checkpoint.get("optimizer_states", [])
-    for index, state in enumerate(optimizers):
-        tensors |= {f"{OPTIMIZER.format(index)}{name}": value for name, value in state["tensors"].items()}
-    if optimizers:
-        values[GROUPS] = [state["param_groups"] for state in optimizers]
-    save_cells(tensors, values, Path(path), sharded.groups.live)
+    if "optimizer_states" in checkpoint:
+        values[OPTIMIZERS] = []
+        for index, optimizer in enumerate(optimizers):
+            state = optimizer_state(sharded, optimizer, parts)
+            tensors |= {f"{OPTIMIZER.format(index)}{name}": value for name, value in state["tensors"].items()}
+            values[OPTIMIZERS].append(state["saved"])
+    return tensors, values
 
 
-def load(sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer], path: str) -> dict[str, Any]:
+@contextmanager
+def agreed(agree: Agree, what: str) -> Iterator[None]:
+    """What fails inside on one worker fails on all, before anybody waits for another. Collective at its end."""
+    try:
+        yield
+    except (NTPError, OSError) as error:
+        agree(f"{type(error).__name__}: {error}")
+        raise
+    message = agree(None)
+    if message is not None:
+        raise ConfigError(f"{what} failed on another worker: {message}")
+
+
+def load(
+    sharded: ShardedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    path: str,
+    agree: Agree,
+    strict: bool = True,
+    verify: bool = True,
+) -> dict[str, Any]:
     """Fill parameters, buffers and optimizer state in place; returns the checkpoint's other values.
 
+    Everything is compared before anything is changed.
+
+    Args:
+        optimizers: none to leave optimizer state alone.
+        path: a checkpoint of this package, of plain Lightning, or a DCP folder.
+        agree: see `Agree`.
+        strict: refuse a checkpoint that lacks a tensor of the model or has others.
+        verify: read all files once (each worker its share) and compare their checksums.
+
     Raises:
-        ConfigError: no checkpoint of ours, or of another model or optimizer.
+        ConfigError: no complete checkpoint, a damaged one, or of another model or optimizer.
 
     Collective over all workers with a role.
     """
-    folder = Path(path)
-    values, names = load_values(folder), saved_names(folder)
-    tensors = {f"{MODEL}{name}": value for name, value in model_state(sharded).items()}
-    groups = values.pop(GROUPS, [])
-    if groups and len(groups) != len(optimizers) and optimizers:
-        raise ConfigError(f"{folder} holds {len(groups)} optimizers, this run has {len(optimizers)}")
-    for index, (optimizer, saved_groups) in enumerate(zip(optimizers, groups, strict=False)):
-        prefix = OPTIMIZER.format(index)
-        _make_state(sharded, optimizer, [name.removeprefix(prefix) for name in names if name.startswith(prefix)])
-        tensors |= {f"{prefix}{name}": v for name, v in optimizer_state(sharded, optimizer)["tensors"].items()}
-        _restore_groups(sharded, optimizer, saved_groups)
-    load_cells(tensors, folder, sharded.groups.live)
-    return {**values, "state_dict": {}, "optimizer_states": []}
+    workers = sharded.groups.topology.workers
+    with agreed(agree, f"opening {path}"):
+        state = {f"{MODEL}{name}": value for name, value in model_state(sharded).items()}
+        source = open_source(path, state)
+        if verify:
+            source.check(workers.index(sharded.groups.worker), len(workers))
+    with agreed(agree, f"comparing {path} with the model"):
+        targets = _matching(source, state, path, strict)
+        restored = [_Restored(sharded, *pair) for pair in _pair(source, sharded, optimizers, path)]
+        for index, one in enumerate(restored):
+            targets |= one.make_state(source, OPTIMIZER.format(index))
+    with agreed(agree, f"reading {path}"):
+        source.fill(targets)
+    for one in restored:
+        one.put_in_place()
+    return {**source.values(), "state_dict": {}, "optimizer_states": []}
 
 
-def _make_state(sharded: ShardedModel, optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
-    """Empty state of the saved kinds: optimizers make theirs at the first step only. ``step`` is a scalar by convention."""
-    parameters = {spec.fqn: parameter for spec, parameter in sharded.parameters()}
-    for name in sorted(names):
-        fqn, _, key = name.rpartition("/")
-        if fqn not in parameters:
-            raise ConfigError(f"the checkpoint has optimizer state of {fqn!r}, which this model does not have")
-        state = optimizer.state[parameters[fqn]]
-        if key not in state:
-            scalar = key == "step"
-            state[key] = torch.zeros((), dtype=torch.float32) if scalar else torch.zeros_like(parameters[fqn].detach())
+def _matching(source: Source, state: Mapping[str, Any], path: str, strict: bool) -> dict[str, Any]:
+    """The model's tensors that the checkpoint holds in the right shape."""
+    saved = {name for name in source.names if name.startswith(MODEL)}
+    missing, unexpected = sorted(state.keys() - saved), sorted(saved - state.keys())
+    if strict and (missing or unexpected):
+        raise ConfigError(
+            f"{path} was made with another model: it lacks {_some(missing)} and has {_some(unexpected)} besides. Load it into the "
+            "same model, or set strict_loading = False on the LightningModule"
+        )
+    for name in state.keys() & saved:
+        if source.shape(name) != tuple(state[name].size()):
+            raise ConfigError(
+                f"{path}: {name!r} has shape {source.shape(name)} there, {tuple(state[name].size())} here; load it into a model of "
+                "the same sizes"
+            )
+    return {name: value for name, value in state.items() if name in saved}
 
 
-def _restore_groups(
-    sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: Sequence[Mapping[str, Any]]
-) -> None:
+def _some(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _pair(
+    source: Source, sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer], path: str
+) -> list[tuple[torch.optim.Optimizer, SavedOptimizer]]:
     names = {parameter: spec.fqn for spec, parameter in sharded.parameters()}
-    for group, old in zip(optimizer.param_groups, saved, strict=True):
-        if [names[parameter] for parameter in group["params"]] != old["params"]:
-            raise ConfigError("the optimizer's param groups are not those of the checkpoint; make them in the same way")
-        group.update({key: value for key, value in old.items() if key != "params"})
+    orders = [[names[p] for group in optimizer.param_groups for p in group["params"]] for optimizer in optimizers]
+    saved = source.optimizers(orders)
+    if not saved or not optimizers:
+        return []
+    if len(saved) != len(optimizers):
+        raise ConfigError(f"{path} holds {len(saved)} optimizers, this run has {len(optimizers)}; make the same ones")
+    return list(zip(optimizers, saved, strict=True))
 
 
-def whole_tensors(sharded: ShardedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter in one piece on every worker of the first replica, one after the other; nothing elsewhere.
-
-    Collective over the first replica.
-    """
-    reshard(sharded)
-    groups, at = sharded.groups, sharded.coordinates
-    if groups.topology.position(groups.worker).replica != 0:
-        return
-    lowest = groups.topology.roles(at.degree)[0]
-    for spec, parameter in sharded.parameters():
-        local = local_of(parameter)
-        cell, whole = spec.cell(at), local.new_zeros(spec.matrix_shape)
-        matrix = local.reshape(cell.shape)
-        for piece in cell.pieces(spec.owned_cell(at, lowest)):
-            rows = slice(piece.source_row, piece.source_row + len(piece.rows))
-            columns = slice(piece.source_column, piece.source_column + len(piece.columns))
-            whole[piece.rows.start : piece.rows.stop, piece.columns.start : piece.columns.stop] = matrix[rows, columns]
-        yield spec.fqn, sum_in_place(whole, groups.replica).reshape(spec.shape)
-
-
-def save_pretrained(sharded: ShardedModel, module: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """See `NTPStrategy.save_pretrained`. The leader keeps one whole copy in host memory.
+class _Restored:
+    """The state of one optimizer on its way back: made and filled aside, put in place at the end.
 
     Raises:
-        ConfigError: not exactly one Hugging Face model in the module.
+        ConfigError: the checkpoint's optimizer is another one, or its param groups are.
     """
-    found = [(name, part) for name, part in module.named_modules() if hasattr(part, "save_pretrained")]
-    outermost = [(name, part) for name, part in found if not any(_below(name, other) for other, _ in found)]
-    if len(outermost) != 1:
-        raise ConfigError(
-            f"save_pretrained needs one Hugging Face model in {type(module).__name__}, found {[name for name, _ in outermost]}"
-        )
-    prefix, model = outermost[0]
-    lead = sharded.groups.worker == sharded.groups.leader
-    state = {name: tensor.cpu() for name, tensor in whole_tensors(sharded) if lead and _below(name, prefix)}
-    if lead:
-        state |= {name: buffer for name, buffer in model_state(sharded).items() if isinstance(buffer, torch.Tensor)}
-        inside = {name.removeprefix(f"{prefix}."): tensor for name, tensor in state.items() if _below(name, prefix)}
-        model.save_pretrained(folder, state_dict=inside)
 
+    def __init__(self, sharded: ShardedModel, optimizer: torch.optim.Optimizer, saved: SavedOptimizer) -> None:
+        self.sharded, self.optimizer, self.saved = sharded, optimizer, saved
+        self.parameters = {spec.fqn: (spec, parameter) for spec, parameter in sharded.parameters()}
+        self.state: dict[Any, dict[str, Any]] = {}
+        name = type(optimizer).__name__
+        if saved.name not in (None, name):
+            raise ConfigError(f"the checkpoint holds the state of {saved.name}, this run uses {name}; use {saved.name} to go on")
+        names = {id(parameter): fqn for fqn, (_, parameter) in self.parameters.items()}
+        here = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        if here != [list(group["params"]) for group in saved.groups]:
+            raise ConfigError(
+                f"the param groups of {name} are not those of the checkpoint ({[len(g['params']) for g in saved.groups]} parameters "
+                f"there, {[len(group) for group in here]} here, or in another order); make them in the same way"
+            )
 
-def _below(name: str, outer: str) -> bool:
-    return name != outer and (not outer or name.startswith(f"{outer}."))
+    def make_state(self, source: Source, prefix: str) -> dict[str, Any]:
+        """Empty state of the saved kinds, as optimizers make theirs at the first step only; returns what is to be filled."""
+        targets: dict[str, Any] = {}
+        for name in sorted(name for name in source.names if name.startswith(prefix)):
+            fqn, _, key = name.removeprefix(prefix).rpartition("/")
+            if fqn not in self.parameters:
+                raise ConfigError(f"the checkpoint has optimizer state of {fqn!r}, which this model does not have")
+            spec, parameter = self.parameters[fqn]
+            shape, dtype = source.shape(name), source.dtype(name)
+            if shape == spec.shape:
+                value = torch.zeros_like(parameter.detach(), dtype=dtype)
+                targets[name] = _cell(self.sharded, spec, value)
+            else:
+                value = torch.zeros(shape, dtype=dtype, device=self._device_of_scalars(parameter))
+                targets[name] = value
+            self.state.setdefault(parameter, {})[key] = value
+        return targets
+
+    def _device_of_scalars(self, parameter: torch.Tensor) -> torch.device:
+        """Step counts live on the CPU, except where a kernel reads them."""
+        group = next(g for g in self.optimizer.param_groups if any(p is parameter for p in g["params"]))
+        return parameter.device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+
+    def put_in_place(self) -> None:
+        """The optimizer goes on with the saved state and settings. Local."""
+        for fqn, entries in self.saved.scalars.items():
+            self.state.setdefault(self.parameters[fqn][1], {}).update(entries)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+        for group, old in zip(self.optimizer.param_groups, self.saved.groups, strict=True):
+            group.update({key: value for key, value in old.items() if key != "params"})

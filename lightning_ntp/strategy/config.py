@@ -26,6 +26,21 @@ STATE_BYTES_PER_PARAMETER = {"32-true": 16, "bf16-mixed": 16, "bf16-true": 8, "6
 
 
 @dataclass(frozen=True)  # no slots: LightningCLI reads a default through vars()
+class CheckpointConfig:
+    """How checkpoints are written and read.
+
+    Args:
+        async_save: write beside training; the step waits only while its part is copied to host memory.
+        full: one file in plain Lightning's form instead of a folder; the leader needs host memory for all of it.
+        verify: read every file once before loading and compare checksums.
+    """
+
+    async_save: bool = True
+    full: bool = False
+    verify: bool = True
+
+
+@dataclass(frozen=True)  # no slots: LightningCLI reads a default through vars()
 class RecoveryConfig:
     """What happens when a worker is lost.
 
@@ -35,15 +50,19 @@ class RecoveryConfig:
         batch_policy: ``"keep"`` the global batch after a loss (survivors run more), or ``"shrink"`` it by the lost share.
         hang_seconds: a worker that makes no progress for this long counts as lost; more than the longest stretch of a run in
             which workers wait for one that computes or writes alone.
+        checkpoint: how the last resort is written.
     """
 
     enabled: bool = False
     batch_policy: Literal["keep", "shrink"] = "keep"
     hang_seconds: float = 600.0
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     def __post_init__(self) -> None:
         if self.batch_policy not in ("keep", "shrink"):
             raise ConfigError(f'RecoveryConfig: batch_policy is "keep" or "shrink", got {self.batch_policy!r}')
+        if not isinstance(self.checkpoint, CheckpointConfig):
+            raise ConfigError(f"RecoveryConfig: checkpoint is a CheckpointConfig, got {type(self.checkpoint).__name__}")
         if not self.hang_seconds > 0:
             raise ConfigError(f"RecoveryConfig: hang_seconds must be above 0, got {self.hang_seconds}")
 

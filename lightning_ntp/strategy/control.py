@@ -80,6 +80,12 @@ class ControlPlane:
         dist.all_gather_object(everyone, message, group=self.groups.live)
         return [everyone[speaker] for speaker in self._speakers]
 
+    def any_message(self, message: str | None) -> str | None:
+        """The message of the lowest worker that has one, whatever its role; None where nobody has."""
+        everyone: list[Any] = [None] * self.groups.live.size()
+        dist.all_gather_object(everyone, message, group=self.groups.live)
+        return next((each for each in everyone if each is not None), None)
+
     def reduce_rows(self, value: torch.Tensor, operation: str, weight: float | None = None) -> torch.Tensor:
         """Mean, sum, max, min or product over data rows.
 

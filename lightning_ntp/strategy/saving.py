@@ -1,24 +1,53 @@
-"""Lightning's checkpoint hooks; `checkpointing` does the work."""
+"""Lightning's checkpoint hooks: what is saved when, and how a run goes on from it."""
 
 from __future__ import annotations
 
+import importlib
+import io
+import logging
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_ntp.strategy import checkpointing
+from lightning_ntp.dtensor.checkpoint import commit, load_safely, stage, write_part, write_values
+from lightning_ntp.dtensor.checkpoint_files import put_in_place
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy import checkpointing, pretrained
 from lightning_ntp.strategy._lightning_private import begin_epoch_anew, epoch_counts
 from lightning_ntp.strategy.base import StrategyBase
+from lightning_ntp.strategy.config import CheckpointConfig
+from lightning_ntp.strategy.pretrained import DESCRIPTION, JOB, PREFIX
 from lightning_ntp.strategy.resume import rewrite_counters
+from lightning_ntp.strategy.saver import Save, Saver
+from lightning_ntp.strategy.whole import whole_optimizer_state, whole_tensors
 
-JOB = "ntp"
-"""Key of what the strategy itself keeps in a checkpoint."""
+_log = logging.getLogger(__name__)
+
+LOADERS = "loaders"
+"""In the strategy's own values: where the run stands in its data."""
 
 
 class Saving(StrategyBase):
-    """Checkpoints are folders of cells that load under any topology."""
+    """Checkpoints are folders of cells that load under any topology, or one file in plain Lightning's form."""
+
+    _saver: Saver | None = None
+    _unsaveable: frozenset[str] = frozenset()
+
+    @property
+    def saver(self) -> Saver:
+        """Who runs the saves of this worker."""
+        if self._saver is None:
+            self._saver = Saver(lambda message: self.control.any_message(message))
+        return self._saver
+
+    @property
+    def checkpoints(self) -> CheckpointConfig:
+        """How checkpoints are written and read."""
+        return self.config.recovery.checkpoint
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -31,7 +60,7 @@ class Saving(StrategyBase):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This worker's cells by name, in the form that `save_checkpoint` writes."""
+        """This worker's cells by name. Hooks of the user may drop some or add tensors."""
         return checkpointing.model_state(self.sharded)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -42,44 +71,183 @@ class Saving(StrategyBase):
         """Called by Lightning before the first batch."""
         begin_epoch_anew(self.lightning_module.trainer)
 
+    def on_train_end(self) -> None:
+        """Called by Lightning after the last batch and callback: what is being saved is there when `fit` returns."""
+        self.recovery.all_or_nobody("save", self.saver.settle)
+
+    def finish_saves(self) -> None:
+        """End a save that is under way, also after an exception, where others may be gone. Local."""
+        if self._saver is not None:
+            self._saver.abandon()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A folder that any topology can load. Collective over all workers with a role."""
+        """Write a checkpoint that any topology can load.
+
+        Inside `fit` it is written beside training, and what goes wrong with the disk is logged while training goes on;
+        elsewhere the checkpoint is there when this returns.
+
+        Args:
+            checkpoint: what Lightning collected.
+            filepath: folder (or file) to make; what has this name is replaced once the new one is complete.
+            storage_options: ``{"full": True}`` for one file in plain Lightning's form.
+
+        Raises:
+            ConfigError: unknown options; outside of `fit` also what kept it from being written.
+
+        Collective over all workers with a role.
+        """
+        make = self._file_save if self._wants_file(storage_options) else self._folder_save
+        trainer = self.lightning_module.trainer
+        fitting = trainer.state.fn == "fit" and (trainer.training or trainer.validating)
+        beside = fitting and self.checkpoints.async_save and not _links(trainer)
         self._say_position(checkpoint)
 
-        def dump_again() -> None:  # after a loss this worker's cells are others
-            if "state_dict" in checkpoint:
-                checkpoint["state_dict"] = self.lightning_module_state_dict()
-            if "optimizer_states" in checkpoint:
-                checkpoint["optimizer_states"] = [self.optimizer_state(optimizer) for optimizer in self.optimizers]
-
-        def save() -> None:
-            path = self.broadcast(str(filepath))
+        def save() -> str | None:
+            self.saver.settle()
+            target, token = self.broadcast((str(filepath), secrets.token_hex(4)))
             self.recovery.fire("checkpoint")
-            checkpointing.save(self.sharded, checkpoint, path)
+            self.saver.start(make(Path(target), token, checkpoint))
+            return None if beside else self.saver.settle()
 
-        self.recovery.all_or_nobody("save", save, dump_again)
+        error = self.recovery.all_or_nobody("save", save, undo=self.saver.drop)
+        if error is not None and not fitting:
+            raise ConfigError(f"{filepath} was not saved: {error}")
+
+    def _wants_file(self, options: Any) -> bool:
+        if options is None:
+            return self.checkpoints.full
+        if not isinstance(options, Mapping) or set(options) - {"full"}:
+            raise ConfigError(f'storage_options of strategy "ntp" are {{"full": True or False}}, got {options!r}')
+        return bool(options.get("full", self.checkpoints.full))
+
+    def _folder_save(self, target: Path, token: str, checkpoint: Mapping[str, Any]) -> Save:
+        groups = self.sharded.groups
+        leads, parts = groups.worker == groups.leader, groups.topology.workers
+        tensors, values = checkpointing.collect(self.sharded, self.optimizers, checkpoint)
+        chunks = stage(tensors, leads)
+        also = self._values_writer(values) if leads else None
+
+        def write(aside: Path) -> None:
+            if also is not None:
+                also(aside)
+            write_part(chunks, aside, groups.worker)
+
+        finish = (lambda aside: commit(aside, target, parts)) if leads else None
+        return Save(target, token, groups.worker, parts, write, finish)
+
+    def _values_writer(self, values: dict[str, Any]) -> Callable[[Path], None]:
+        """What the leader writes beside its part; `values` are copied now, as training changes them."""
+        module = self.lightning_module
+        try:
+            values[JOB][PREFIX], _ = pretrained.find_model(module)
+        except ConfigError:
+            pass  # no Hugging Face model: nothing to export later
+        content = io.BytesIO()
+        torch.save(self._saveable(values), content)
+
+        def write(aside: Path) -> None:
+            write_values(content.getvalue(), aside)
+            if PREFIX in values[JOB]:
+                pretrained.describe(module, aside / DESCRIPTION)
+
+        return write
+
+    def _saveable(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Without what would run code when it is loaded; each such key is reported once."""
+        kept = {}
+        for key, value in values.items():
+            content = io.BytesIO()
+            try:
+                torch.save(value, content)
+                content.seek(0)
+                load_safely(content)
+            except Exception as error:  # noqa: BLE001  pickling asks the user's own classes
+                if key not in self._unsaveable:
+                    self._unsaveable |= {key}
+                    _log.warning(
+                        "%r is left out of checkpoints: it holds objects that cannot be loaded without running code (%s)", key, error
+                    )
+            else:
+                kept[key] = value
+        return kept
+
+    def _file_save(self, target: Path, token: str, checkpoint: Mapping[str, Any]) -> Save:
+        """One file in plain Lightning's form; the leader holds all of it in host memory."""
+        groups = self.sharded.groups
+        leads = groups.worker == groups.leader
+        state = {name: whole.cpu() for name, whole in whole_tensors(self.sharded) if leads}
+        optimizers = [whole_optimizer_state(self.sharded, optimizer) for optimizer in self.optimizers]
+        if not leads:
+            return Save(target, token, groups.worker, (), lambda aside: None, None)
+        own = {name: v.cpu() for name, v in checkpoint["state_dict"].items() if isinstance(v, torch.Tensor)}
+        chosen = {name: tensor for name, tensor in (state | own).items() if name in checkpoint["state_dict"]}
+        content = self._saveable({k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")})
+        content["state_dict"] = chosen
+        if "optimizer_states" in checkpoint:
+            content["optimizer_states"] = optimizers
+
+        def write(aside: Path) -> None:
+            aside.parent.mkdir(parents=True, exist_ok=True)
+            with aside.open("wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        return Save(target, token, groups.worker, (), write, lambda aside: put_in_place(aside, target))
 
     def _say_position(self, checkpoint: dict[str, Any]) -> None:
         """What decides the order of samples and masks, and Lightning's counters at the last whole optimizer step."""
         checkpoint[JOB] = {"seed": self._seed, "topology": repr(self.topology)}
         trainer = self.lightning_module.trainer
-        if trainer.state.fn == "fit":
-            counts = epoch_counts(trainer)
-            if not counts.is_exact:
-                rewrite_counters(checkpoint["loops"]["fit_loop"], counts.position)
+        if trainer.state.fn != "fit":
+            return
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        # Plain Lightning would refuse to load the state of a loader that it does not have.
+        checkpoint[JOB][LOADERS] = fit_loop["state_dict"].pop("combined_loader", [])
+        counts = epoch_counts(trainer)
+        if not counts.is_exact:
+            rewrite_counters(fit_loop, counts.position)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Delete a checkpoint, once the save that is under way has made a newer one."""
+        if self.is_global_zero:
+            self.saver.remove(Path(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Fill cells in place; returns the rest. Collective over all workers with a role."""
-        checkpoint = self.recovery.all_or_nobody(
-            "start", lambda: checkpointing.load(self.sharded, self.optimizers, self.broadcast(str(checkpoint_path)))
-        )
-        self._take_seed(checkpoint.get(JOB, {}))
+        """Fill cells in place from a checkpoint of this package, of plain Lightning, or a DCP folder; returns the rest.
+
+        Raises:
+            ConfigError: no complete checkpoint, a damaged one, or of another model or optimizer.
+
+        Collective over all workers with a role.
+        """
+        fitting = self.lightning_module.trainer.state.fn == "fit"
+
+        def load() -> dict[str, Any]:
+            self.saver.settle()
+            return checkpointing.load(
+                self.sharded,
+                self.optimizers if fitting else [],
+                self.broadcast(str(checkpoint_path)),
+                self.control.any_message,
+                self.lightning_module.strict_loading,
+                self.checkpoints.verify,
+            )
+
+        checkpoint = self.recovery.all_or_nobody("start", load)
+        if fitting:
+            self._take_position(checkpoint)
         return checkpoint
 
-    def _take_seed(self, job: Mapping[str, Any]) -> None:
+    def _take_position(self, checkpoint: dict[str, Any]) -> None:
         """A job that goes on keeps its order of samples and its masks, whatever seed this process was given."""
-        if self.lightning_module.trainer.state.fn == "fit" and "seed" in job:
+        job = checkpoint.get(JOB, {})
+        if "seed" in job:
             self._seed = self.runner.seed = job["seed"]
+        if job.get(LOADERS):
+            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = job[LOADERS]
+        checkpoint.setdefault("pytorch-lightning_version", importlib.import_module(self.framework).__version__)
+        checkpoint.setdefault("lr_schedulers", [])  # a folder of stock DCP has none; there they start anew
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """`load_checkpoint` has done it."""
@@ -90,8 +258,16 @@ class Saving(StrategyBase):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the Hugging Face model inside the module so that ``from_pretrained`` loads it without this package.
 
+        Weights go to the disk tensor by tensor: nobody holds the whole model. Config, generation config and a tokenizer
+        that the module keeps as ``self.tokenizer`` are written beside them.
+
         Collective over all workers with a role.
         """
         self.recovery.all_or_nobody(
-            "save", lambda: checkpointing.save_pretrained(self.sharded, self.lightning_module, folder)
+            "save", lambda: pretrained.save_pretrained(self.sharded, self.lightning_module, folder)
         )
+
+
+def _links(trainer: Any) -> bool:
+    """Whether a callback links to checkpoints by name: a link must never point to one that is not there yet."""
+    return any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks)

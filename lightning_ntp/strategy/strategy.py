@@ -202,6 +202,7 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
 
     def teardown(self) -> None:
         """Leaves the cut model where it is: moving it would break FSDP's buffers."""
+        self.finish_saves()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.cluster_environment.teardown()

@@ -1,0 +1,183 @@
+"""Saves that run beside training, one at a time: who waits for whom, what becomes of errors, when old checkpoints may go.
+
+    save: settle the one before -> path from the leader -> stage own part (copies) -> thread: write own part
+                                                             leader's thread: wait for all parts on the disk -> commit
+    settle: own thread has written -> all say how it went (one small message) -> the leader commits or gives up
+
+The collective messages are at the start; a worker that is lost later can only keep that save from being finished, and the
+checkpoint before it stands. Deletions wait for the commit, so that there is a good one at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_ntp.dtensor.checkpoint import missing_parts
+from lightning_ntp.dtensor.checkpoint_files import aside_of, delete, remove_leftovers
+
+_log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.02
+LATE_SECONDS = 10.0
+"""How long a part that its worker has written may take to show on a shared file system."""
+
+
+@dataclass
+class Save:
+    """One save of one worker.
+
+    Args:
+        target: name of the finished checkpoint.
+        token: of this save, the same on all workers.
+        part: this worker's number.
+        parts: all workers' numbers.
+        write: puts this worker's part, and what else it has to write, to the path aside.
+        finish: makes what is aside the checkpoint; None on all workers but the leader.
+    """
+
+    target: Path
+    token: str
+    part: int
+    parts: Sequence[int]
+    write: Callable[[Path], None]
+    finish: Callable[[Path], None] | None
+    written: threading.Event = field(default_factory=threading.Event)
+    all_written: threading.Event = field(default_factory=threading.Event)
+    given_up: threading.Event = field(default_factory=threading.Event)
+    error: str | None = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker makes the checkpoint complete."""
+        return self.finish is not None
+
+    @property
+    def aside(self) -> Path:
+        """What becomes the checkpoint."""
+        return aside_of(self.target, self.token)
+
+    def run(self) -> None:
+        """Write, and on the leader commit. Never raises: `error` says what went wrong."""
+        try:
+            if self.leads:
+                remove_leftovers(self.target, keep=self.token)
+            self.write(self.aside)
+        except Exception as error:  # noqa: BLE001  a thread has nobody to raise to; `settle` reports it
+            self.error = f"{type(error).__name__}: {error}"
+        finally:
+            self.written.set()
+        if self.finish is not None and self.error is None:
+            self._finish(self.finish)
+
+    def _finish(self, finish: Callable[[Path], None]) -> None:
+        try:
+            if self._all_parts_arrive():
+                finish(self.aside)
+        except Exception as error:  # noqa: BLE001  as above
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _all_parts_arrive(self) -> bool:
+        deadline = float("inf")
+        while missing := missing_parts(self.aside, self.parts):
+            if self.given_up.is_set():
+                return False
+            if self.all_written.is_set():
+                deadline = min(deadline, time.monotonic() + LATE_SECONDS)
+            if time.monotonic() > deadline:
+                self.error = f"the parts of workers {missing} never came; a worker was lost while it saved"
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+
+class Saver:
+    """The saves of one worker.
+
+    Args:
+        agree: the message of some worker that has one, or None where nobody has. Collective over all workers with a role.
+    """
+
+    def __init__(self, agree: Callable[[str | None], str | None]) -> None:
+        self._agree = agree
+        self._current: Save | None = None
+        self._thread: threading.Thread | None = None
+        self._doomed: list[Path] = []
+        self._last_error: str | None = None
+
+    def start(self, save: Save) -> None:
+        """Begin a save; the one before is settled. Local."""
+        self._current = save
+        self._thread = threading.Thread(target=save.run, name=f"save {save.target.name}")
+        self._thread.start()
+
+    def settle(self) -> str | None:
+        """Finish the save that is under way: committed, or given up on all workers. Returns what went wrong.
+
+        Collective over all workers with a role.
+        """
+        save, thread = self._current, self._thread
+        if save is not None:
+            save.written.wait()
+        error = self._agree(save.error if save is not None else None)
+        if save is not None and thread is not None:
+            (save.given_up if error else save.all_written).set()
+            thread.join()
+            if save.leads:
+                error = error or save.error
+                self._close(save, error)
+        self._doomed.clear()
+        self._current = self._thread = None
+        return error
+
+    def drop(self) -> None:
+        """Give up a save that not all workers have begun; what it was to replace stays. Local."""
+        save, thread = self._current, self._thread
+        if save is None or thread is None:
+            return
+        save.given_up.set()
+        thread.join()
+        if save.leads:
+            delete(save.aside)
+        self._current = self._thread = None
+
+    def abandon(self) -> None:
+        """Finish alone, where others may be gone: the save is committed if all parts are there in time. Local."""
+        save, thread = self._current, self._thread
+        if save is None or thread is None:
+            return
+        save.written.wait()
+        save.all_written.set()
+        thread.join()
+        if save.leads:
+            self._close(save, save.error)
+        self._doomed.clear()
+        self._current = self._thread = None
+
+    def remove(self, target: Path) -> None:
+        """Delete a checkpoint, once a save that is under way has succeeded. Local, by the leader."""
+        if self._current is None:
+            delete(target)
+        else:
+            self._doomed.append(target)
+
+    def _close(self, save: Save, error: str | None) -> None:
+        """The leader's end of a save: old checkpoints go only if the new one is there."""
+        if error is None:
+            for target in self._doomed:
+                if target != save.target:
+                    delete(target)
+        else:
+            delete(save.aside)
+            if error != self._last_error:
+                _log.error(
+                    "%s was not saved (%s). Training goes on with the checkpoint before it, and the next save tries again; the same "
+                    "error is not reported twice.",
+                    save.target,
+                    error,
+                )
+        self._last_error = error

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils.data import RandomSampler
 
-from lightning_ntp.strategy.checkpointing import whole_tensors
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.coordinator import Patience
 from lightning_ntp.strategy.events import CommitEvent, LossEvent, Observer, RecoveryEvent
 from lightning_ntp.strategy.fsdp import local_of
 from lightning_ntp.strategy.rendezvous import JobAddress
 from lightning_ntp.strategy.sampler import global_order
+from lightning_ntp.strategy.whole import whole_tensors
 from lightning_ntp.testing import FaultScript
 from tests import lightning_jobs as jobs
 from tests.forked import ForkedJob, Log

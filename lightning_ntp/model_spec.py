@@ -176,6 +176,8 @@ class Style(enum.Enum):
     VOCAB_EMBEDDING = "vocab_embedding"  # rows of the table cut
     VOCAB_HEAD = "vocab_head"  # logits cut by vocabulary
     ATTENTION = "attention"  # local heads, KV copies, role-derived randomness inside
+    SHARED_DROPOUT = "shared_dropout"  # inside an ATTENTION, on activations that are equal on all roles: one mask for all
+    ROLE_DROPOUT = "role_dropout"  # on cut features: each role its own mask
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ def errors(twin: nn.Module, model: nn.Module, sharded: Any, inputs: Batch) -> di
 def gradient_errors(twin: nn.Module, sharded: Any) -> dict[str, float]:
     found: dict[str, float] = {}
     for spec, parameter in sharded.parameters():
+        if not parameter.requires_grad:
+            continue
         cell, whole = spec.cell(sharded.coordinates), twin.get_parameter(spec.fqn).grad
         rows = [i for span in cell.rows for i in range(span.start, span.stop)]
         columns = [i for span in cell.columns for i in range(span.start, span.stop)]

@@ -77,6 +77,28 @@ class Attention(CutModule):
             return super().forward(*args, **kwargs)
 
 
+class SharedDropout(CutModule):
+    """Drops activations that all roles hold, wherever it stands: the roles draw one mask."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Any shape, the same on all roles. Local."""
+        with RoleRandomness.paused():
+            return super().forward(x)
+
+
+class RoleDropout(CutModule):
+    """Drops features that are cut: each role draws for its own, and they go on in the same state afterwards."""
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., local features). Local."""
+        if not self.training:
+            return x
+        with RoleRandomness(self.cut.role):
+            return super().forward(x)
+
+
 def swap_module(root: nn.Module, rule: ModuleRule, degree: int, role: int, mesh: DeviceMesh) -> None:
     """Make one module act on its role's part.
 
@@ -102,6 +124,10 @@ def swap_module(root: nn.Module, rule: ModuleRule, degree: int, role: int, mesh:
         case Style.ATTENTION:
             state = become(module, Attention, mesh, role)
             _prepare_attention(root, module, rule, degree, state)
+        case Style.SHARED_DROPOUT:
+            state = become(module, SharedDropout, mesh, role)
+        case Style.ROLE_DROPOUT:
+            state = become(module, RoleDropout, mesh, role)
         case Style.VOCAB_EMBEDDING:
             state = become(module, VocabEmbedding, mesh, role)
             prepare_vocab(module, rule, degree, state)

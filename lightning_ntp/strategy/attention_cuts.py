@@ -63,7 +63,7 @@ def cut_attention(
     else:
         heads = _cut_separate(state, parent, attention, columns, queries, head_dim)
     state.linear(output, queries.scaled(head_dim))
-    state.rules.append(_attention_rule(parent, attention, heads, output.fqn))
+    state.rules.append(_attention_rule(parent, attention, heads, output.layer))
 
 
 def _head_dim(parent: str, attention: nn.Module, word: str) -> int:
@@ -134,7 +134,7 @@ def _cut_inner_parameters(
 ) -> None:
     """Norms over one head see the local heads only: partial gradients. What else it holds must be in the plan."""
     for fqn, owner, name, shape in own_parameters(parent, attention):
-        style = styles.get(fqn)
+        style = _style_at(fqn, parent, styles)
         if style not in (None, PlanStyle.PARTIAL):
             continue
         is_vector = len(shape) == 1 and fqn != parent
@@ -154,6 +154,13 @@ def _cut_inner_parameters(
                 f'If each head uses all of it, pass plan={{"{fqn}": "partial"}}' if fqn != parent else "",
             )
         state.params[f"{fqn}.{name}"] = ParamCut(partial=True)
+
+
+def _style_at(fqn: str, parent: str, styles: Mapping[str, PlanStyle]) -> PlanStyle | None:
+    """The style of a module or of the planned layer that it is a part of (LoRA: ``q_proj.lora_A.default``)."""
+    while fqn != parent and fqn not in styles:
+        fqn = fqn.rpartition(".")[0]
+    return styles.get(fqn)
 
 
 def _attention_rule(parent: str, attention: nn.Module, heads: HeadCut, output_projection: str) -> ModuleRule:

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_ntp.layout import NestedLayouts, nested_layouts
 from lightning_ntp.model_spec import HeadCut, ModuleRule, Style
+from lightning_ntp.strategy.adapters import adapter_names, has_dropout
 from lightning_ntp.strategy.planned import GATHERED, Planned, PlanStyle, own_parameters, refusal
 
 _PACKED_MLP = "gate_up_proj"
@@ -50,10 +51,26 @@ class CutState:
         """Cuts one column or row layer; `heads` where its output holds KV heads that several query heads share."""
         is_column = one.style is PlanStyle.COLUMN
         style = Style.COLUMN if is_column else Style.ROW
-        self.rules.append(ModuleRule(one.fqn, style, layouts, heads, kv_features=heads is not None))
-        self.params[f"{one.fqn}.weight"] = ParamCut(int(is_column == isinstance(one.module, Conv1D)), layouts)
-        if is_column and getattr(one.module, "bias", None) is not None:
-            self.params[f"{one.fqn}.bias"] = ParamCut(0, layouts)
+        cut_dim = int(is_column == isinstance(one.module, Conv1D))
+        self._linear(one.layer, style, cut_dim, layouts, heads, getattr(one.module, "bias", None) is not None)
+        if one.wrapper is None:
+            return
+        for adapter in adapter_names(one.wrapper):
+            # The one of the two small layers that touches the cut features; the other is whole on all roles.
+            name = f"{'lora_B' if is_column else 'lora_A'}.{adapter}"
+            has_bias = getattr(one.wrapper.get_submodule(name), "bias", None) is not None
+            self._linear(f"{one.fqn}.{name}", style, 0 if is_column else 1, layouts, heads, has_bias)
+            if has_dropout(one.wrapper, adapter):
+                drop = Style.SHARED_DROPOUT if is_column else Style.ROLE_DROPOUT
+                self.rules.append(ModuleRule(f"{one.fqn}.lora_dropout.{adapter}", drop))
+
+    def _linear(
+        self, fqn: str, style: Style, cut_dim: int, layouts: NestedLayouts, heads: HeadCut | None, has_bias: bool
+    ) -> None:
+        self.rules.append(ModuleRule(fqn, style, layouts, heads, kv_features=heads is not None))
+        self.params[f"{fqn}.weight"] = ParamCut(cut_dim, layouts)
+        if style is Style.COLUMN and has_bias:
+            self.params[f"{fqn}.bias"] = ParamCut(0, layouts)
 
     def vocabulary(self, one: Planned) -> None:
         """Cuts an embedding or a head by the rows of its table."""

@@ -133,7 +133,7 @@ def _own_plan(modules: Mapping[str, nn.Module], plan: Literal["auto"] | Mapping[
             raise ConfigError(
                 f"plan[{glob!r}] matches no module. Names are relative to the root; its children: {children}"
             )
-        found |= {name: Planned(name, modules[name], PlanStyle(word), word) for name in names}
+        found |= {name: Planned.of(name, modules[name], PlanStyle(word), word) for name in names}
     return found
 
 
@@ -217,7 +217,7 @@ def _from_dictionaries(
         for name in _matching(glob, names):
             if word not in _WORDS:
                 raise refusal(name, modules[name], word, "we do not support this style yet", _keep_whole(name))
-            found[name] = Planned(name, modules[name], _WORDS[word], word)
+            found[name] = Planned.of(name, modules[name], _WORDS[word], word)
         for name in _matching(glob, parameters):
             owner = name.rpartition(".")[0]
             if owner in skipped:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_ntp.errors import UnsupportedModelError
+from lightning_ntp.strategy.adapters import BASE, adapted_layer, why_not
 
 
 class PlanStyle(enum.StrEnum):
@@ -43,12 +44,38 @@ _CLASSES: dict[PlanStyle, tuple[type[nn.Module], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A module, the style it gets, and `word`: the plan's own term for that, which error messages repeat."""
+    """A module, the style it gets, and `word`: the plan's own term for that, which error messages repeat.
+
+    Args:
+        fqn: where it stands.
+        module: the layer that is cut.
+        wrapper: the LoRA layer around it, if there is one; it then stands at `fqn` itself.
+    """
 
     fqn: str
     module: nn.Module
     style: PlanStyle
     word: str
+    wrapper: nn.Module | None = None
+
+    @classmethod
+    def of(cls, fqn: str, module: nn.Module, style: PlanStyle, word: str) -> Planned:
+        """What stands at `fqn`; a LoRA layer there is looked through.
+
+        Raises:
+            UnsupportedModelError: a LoRA layer of a kind that cannot be cut.
+        """
+        base = adapted_layer(module)
+        if base is None:
+            return cls(fqn, module, style, word)
+        if style not in (PlanStyle.REPLICATE, PlanStyle.PARTIAL) and (why := why_not(module)) is not None:
+            raise refusal(fqn, module, word, why)
+        return cls(fqn, base, style, word, module)
+
+    @property
+    def layer(self) -> str:
+        """Name of `module`."""
+        return self.fqn if self.wrapper is None else f"{self.fqn}.{BASE}"
 
     @property
     def parent(self) -> str:

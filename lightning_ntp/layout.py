@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from lightning_ntp.errors import ConfigError
@@ -223,9 +223,17 @@ def _shift(spans: Iterable[Span], offset: int) -> Iterator[Span]:
 
 @dataclass(frozen=True, slots=True)
 class NestedLayouts:
-    """The layouts of one dim at every degree, healthy first; ``nested[degree]`` is the `ShardLayout` at that degree."""
+    """The layouts of one dim at every degree, healthy first; ``nested[degree]`` is the `ShardLayout` at that degree.
+
+    Args:
+        layouts: one per degree.
+        parts: what these layouts were derived from and `factor` how, so that another loss order can be derived alike;
+            `nested_layouts` and the methods here fill both in.
+    """
 
     layouts: tuple[ShardLayout, ...]
+    parts: tuple[NestedLayouts, ...] = field(default=(), repr=False, compare=False)
+    factor: int = field(default=0, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         degrees = [layout.degree for layout in self.layouts]
@@ -256,16 +264,25 @@ class NestedLayouts:
 
     def scaled(self, granule: int) -> NestedLayouts:
         """In elements: see `ShardLayout.scaled`."""
-        return NestedLayouts(tuple(layout.scaled(granule) for layout in self.layouts))
+        return NestedLayouts(tuple(layout.scaled(granule) for layout in self.layouts), (self,), granule)
 
     def grouped(self, group_size: int) -> NestedLayouts:
         """Over groups: see `ShardLayout.grouped`."""
-        return NestedLayouts(tuple(layout.grouped(group_size) for layout in self.layouts))
+        return NestedLayouts(tuple(layout.grouped(group_size) for layout in self.layouts), (self,), -group_size)
 
     @classmethod
     def concat(cls, parts: Sequence[NestedLayouts]) -> NestedLayouts:
         """Packed parts at every degree: see `ShardLayout.concat`."""
-        return cls(tuple(ShardLayout.concat(at_degree) for at_degree in zip(*parts, strict=True)))
+        return cls(tuple(ShardLayout.concat(at_degree) for at_degree in zip(*parts, strict=True)), tuple(parts))
+
+    def reordered(self, loss_order: Sequence[int]) -> NestedLayouts:
+        """The same dim cut in the same way for another loss order; the healthy layout stays what it is."""
+        if not self.parts:
+            return nested_layouts(self.size, self.num_roles, loss_order)
+        parts = [part.reordered(loss_order) for part in self.parts]
+        if not self.factor:
+            return NestedLayouts.concat(parts)
+        return parts[0].scaled(self.factor) if self.factor > 0 else parts[0].grouped(-self.factor)
 
     @property
     def digest(self) -> str:

@@ -7,8 +7,8 @@ indices and column indices, and whatever moves anywhere is the intersection of t
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -275,3 +275,27 @@ class ModelPlan:
             if spec.layouts is not None and spec.layouts.num_roles != self.num_roles:
                 raise ConfigError(f"{spec.fqn}: cut over {spec.layouts.num_roles} roles in a plan for {self.num_roles}")
         object.__setattr__(self, "by_fqn", by_fqn)
+
+    def reordered(self, loss_order: Sequence[int]) -> ModelPlan:
+        """The same cuts for another loss order: what a first loss makes of the plan of a complete job."""
+        if tuple(loss_order) == self.loss_order:
+            return self
+        made: dict[int, NestedLayouts] = {}  # by identity: equal layouts of different origin part under another order
+
+        def again(layouts: NestedLayouts) -> NestedLayouts:
+            if id(layouts) not in made:
+                made[id(layouts)] = layouts.reordered(loss_order)
+            return made[id(layouts)]
+
+        params = (spec if spec.layouts is None else replace(spec, layouts=again(spec.layouts)) for spec in self.params)
+        rules = (
+            replace(
+                rule,
+                layouts=None if rule.layouts is None else again(rule.layouts),
+                heads=None if rule.heads is None else replace(rule.heads, queries=again(rule.heads.queries)),
+                local_sizes=tuple((name, again(layouts)) for name, layouts in rule.local_sizes),
+                local_config=tuple((name, again(layouts)) for name, layouts in rule.local_config),
+            )
+            for rule in self.rules
+        )
+        return replace(self, params=tuple(params), rules=tuple(rules), loss_order=tuple(loss_order))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lightning_ntp.errors import PlanMismatchError, UnrecoverableError
+from lightning_ntp.layout import Span
 from lightning_ntp.model_spec import Cell, ParamSpec, Piece
 from lightning_ntp.topology import Topology
 
@@ -32,6 +34,15 @@ class Transfer:
         back = Piece(p.rows, p.columns, p.destination_row, p.destination_column, p.source_row, p.source_column)
         return Transfer(self.fqn, self.destination, self.source, back)
 
+    def split(self, max_elements: int) -> Iterator[Transfer]:
+        """The same in runs of rows of at most `max_elements` (at least one row each)."""
+        piece = self.piece
+        step = max(max_elements // len(piece.columns), 1)
+        for start in range(0, len(piece.rows), step):
+            rows = Span(piece.rows.start + start, min(piece.rows.start + start + step, piece.rows.stop))
+            moved = (piece.source_row + start, piece.source_column, piece.destination_row + start, piece.destination_column)
+            yield replace(self, piece=Piece(rows, piece.columns, *moved))
+
     def __repr__(self) -> str:
         return f"{self.source} -> {self.destination}  {self.fqn}  rows{self.piece.rows} columns{self.piece.columns}"
 
@@ -54,6 +65,14 @@ class ReshardPlan:
     def inverse(self) -> ReshardPlan:
         """The plan that undoes this one where nobody died."""
         return ReshardPlan(tuple(transfer.inverse() for transfer in self.transfers))
+
+    @cached_property
+    def by_fqn(self) -> Mapping[str, tuple[Transfer, ...]]:
+        """Transfers of each parameter, in plan order."""
+        found: dict[str, list[Transfer]] = defaultdict(list)
+        for transfer in self.transfers:
+            found[transfer.fqn].append(transfer)
+        return {fqn: tuple(transfers) for fqn, transfers in found.items()}
 
     def between(self, source: int, destination: int) -> tuple[Transfer, ...]:
         """Transfers from one worker to another, in plan order."""
@@ -102,12 +121,65 @@ def _collide(pieces: Sequence[Piece]) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One tensor that is cut like a parameter: the parameter itself (label ``""``) or an optimizer's state of it."""
+
+    fqn: str
+    label: str
+    dtype: str
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one exchange carries: pieces of tensors of one dtype, in one order on all workers."""
+
+    dtype: str
+    moves: tuple[tuple[Kept, Transfer], ...]
+
+
+def batches(plan: ReshardPlan, kept: Sequence[Kept], limit_bytes: int) -> tuple[Batch, ...]:
+    """The plan's moves over a wire in exchanges in which no worker sends or receives more than `limit_bytes`.
+
+    Tensors follow each other in the order of `kept`, dtype by dtype; a piece larger than the limit is split by rows (one row may
+    be larger still).
+    """
+    made: list[Batch] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in kept):
+        moves: list[tuple[Kept, Transfer]] = []
+        load: dict[tuple[int, bool], int] = defaultdict(int)
+        for tensor in (tensor for tensor in kept if tensor.dtype == dtype):
+            for whole in plan.by_fqn.get(tensor.fqn, ()):
+                for transfer in () if whole.is_local else whole.split(limit_bytes // tensor.item_bytes):
+                    size, ends = transfer.piece.numel * tensor.item_bytes, ((transfer.source, False), (transfer.destination, True))
+                    if moves and any(load[end] + size > limit_bytes for end in ends):
+                        made.append(Batch(dtype, tuple(moves)))
+                        moves = []
+                        load.clear()
+                    for end in ends:
+                        load[end] += size
+                    moves.append((tensor, transfer))
+        if moves:
+            made.append(Batch(dtype, tuple(moves)))
+    return tuple(made)
+
+
 def plan_reshard(
-    params: Iterable[ParamSpec], old: Topology, new: Topology, dead: Collection[int] = ()
+    params: Sequence[ParamSpec],
+    old: Topology,
+    new: Topology,
+    dead: Collection[int] = (),
+    old_params: Sequence[ParamSpec] | None = None,
 ) -> ReshardPlan:
     """What each worker of `new` must receive to hold its cells, given what live workers hold under `old`.
 
     Sources in order: own memory, own replica, the other replicas (starting with the next one, so that the load spreads).
+
+    Args:
+        params: how parameters are cut under `new`.
+        dead: workers of `old` that are no sources: lost, or holding an older state.
+        old_params: how they were cut under `old`, in the same order; None: in the same way.
 
     Raises:
         UnrecoverableError: no live worker holds some region of a parameter.
@@ -115,15 +187,24 @@ def plan_reshard(
     transfers: list[Transfer] = []
     live = [worker for worker in old.workers if worker not in dead]
     sources_of = {worker: _sources(worker, old, new, live) for worker in new.workers}
-    for spec in params:
-        held = {worker: spec.cell(old.coordinates(worker)) for worker in live}
-        for worker, sources in sources_of.items():
-            transfers += _fill(spec, worker, spec.cell(new.coordinates(worker)), sources, held)
+    known: dict[object, list[Transfer]] = {}  # layers repeat: parameters cut alike move alike
+    for spec, old_spec in zip(params, params if old_params is None else old_params, strict=True):
+        key = (spec.shape, spec.dim, id(spec.layouts), id(old_spec.layouts))
+        if key not in known:
+            held = {worker: old_spec.cell(old.coordinates(worker)) for worker in live}
+            known[key] = [
+                transfer
+                for worker, sources in sources_of.items()
+                for transfer in _fill(spec, worker, spec.cell(new.coordinates(worker)), sources, held)
+            ]
+        transfers += [replace(transfer, fqn=spec.fqn) for transfer in known[key]]
     return ReshardPlan(tuple(transfers))
 
 
 def _sources(worker: int, old: Topology, new: Topology, live: Sequence[int]) -> list[int]:
-    home = old.position(worker).replica if worker in live else new.position(worker).replica
+    # A newcomer takes from its new mates before others; replicas may have changed their numbers.
+    mates = (worker,) if worker in live else new.replica_of(worker).workers
+    home = next((old.position(mate).replica for mate in mates if mate in live), new.position(worker).replica)
 
     def distance(source: int) -> tuple[bool, bool, int, int]:
         at = old.position(source)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_ntp.strategy.clipping import clip_by_norm_, global_norm
-from lightning_ntp.strategy.fsdp import ShardedModel, local_of, shard_model
+from lightning_ntp.strategy.fsdp import ShardedModel, local_of, park_model, shard_model
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.huggingface import plan_model
+from lightning_ntp.strategy.state import MoveReport, rebuild
 from lightning_ntp.topology import Topology
 from tests.models import IGNORED
 
 Batch = dict[str, torch.Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: Iterable[nn.Parameter], **options: object) -> torch.optim.Optimizer:
+    """What jobs and twins train with unless told otherwise."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, **options)
 
 
 def count_tokens(batch: Batch) -> int:
@@ -41,15 +50,28 @@ class ShardedJob:
         worker: int,
         micro_batches: Sequence[int] = (),
         members: Sequence[int] | None = None,
+        make_optimizer: MakeOptimizer | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        joins: bool = False,
         **optimizer: object,
     ) -> None:
         self.topology, self.worker = topology, worker
         self.groups = Groups(topology, worker, members=members)
         plan = plan_model(model, topology.num_roles, topology.loss_order)
-        self.sharded: ShardedModel = shard_model(model, plan, self.groups)
+        self.sharded: ShardedModel = (park_model if joins else shard_model)(model, plan, self.groups, mp_policy)
         self.model = model
         self.micro_batches = list(micro_batches) or [1] * len(topology.replicas)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **optimizer)
+        make = make_optimizer or partial(adamw, **optimizer)
+        self.optimizer = make(model.parameters())
+
+    def move(
+        self, topology: Topology, members: Sequence[int], held_steps: Mapping[int, int | None], batch_bytes: int = 2**26
+    ) -> MoveReport:
+        """Go on under another topology; the default group is that of the new generation."""
+        if topology is not self.topology:  # a newcomer has made its groups at once
+            self.topology, self.groups = topology, Groups(topology, self.worker, members=members)
+        self.micro_batches = [1] * len(topology.replicas)
+        return rebuild(self.sharded, [self.optimizer], self.groups, held_steps, batch_bytes=batch_bytes)
 
     def backward(self, batch: Batch) -> torch.Tensor:
         """Gradients of the token mean over the global batch; returns that loss."""
@@ -128,9 +150,9 @@ class ShardedJob:
 class Twin:
     """The same model in one process on the whole global batch."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer | None = None) -> None:
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        self.optimizer = (make_optimizer or adamw)(model.parameters())
         self.parameters = dict(model.named_parameters())
 
     def backward(self, batch: Batch) -> torch.Tensor:

@@ -145,3 +145,15 @@ def test_repr_and_digest_can_be_thought_with():
 def test_bad_input_says_what_is_wrong(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@given(st.permutations(range(4)), st.permutations(range(4)))
+def test_another_loss_order_is_derived_as_the_first_one_was(first, second):
+    def cut(order):
+        heads = nested_layouts(6, 4, order[:3])
+        keys = heads.grouped(3).scaled(2)
+        return [heads, keys, NestedLayouts.concat((heads.scaled(2), keys, keys))]
+
+    for old, new in zip(cut(first), cut(second), strict=True):
+        assert old.reordered(second[:3]) == new
+        assert old.reordered(second[:3]).reordered(first[:3]) == old

@@ -107,8 +107,16 @@ def restore_module(module: nn.Module) -> None:
     for handle in module.cut.handles:
         handle.remove()
     object.__delattr__(module, "cut")
-    # FSDP puts a class of its own in front; the one of `swapped_class` is further down.
-    module.__class__ = module.original_class  # type: ignore[assignment]
+    module.__class__ = _without_swap(type(module))  # type: ignore[assignment]
+
+
+def _without_swap(cls: type[CutModule]) -> type[nn.Module]:
+    """The original class; below the class that FSDP has put in front, if it has (a cut module that is an FSDP unit itself)."""
+    if cls in _swapped.values():
+        return cls.original_class
+    front, swapped = cls.__bases__
+    own = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, (front, _without_swap(swapped)), own)
 
 
 def set_local(module: nn.Module, state: CutState, name: str, value: Any) -> None:

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_ntp.errors import ConfigError
 
@@ -23,6 +25,65 @@ def bucket_parameters(unit: FSDPModule) -> Sequence[nn.Parameter]:
     state: Any = unit._get_fsdp_state()
     group = state._fsdp_param_group
     return [] if group is None else [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+
+
+def undo_fully_shard(module: nn.Module) -> None:
+    """Take FSDP2 off a module and everything in it, whatever state an exception left it in. Local; torch has no inverse.
+
+    The sharded parameters stay in the modules as they are. Missing one of the handles keeps the groups alive: seven file
+    descriptors and three threads each time (prototype, torch 2.13). The lists are emptied because they form cycles, which only
+    the garbage collector would find.
+    """
+    for part in list(module.modules()):
+        vars(part).pop("_is_fsdp_managed_module", None)
+        vars(part).pop("_fsdp_use_orig_params", None)
+        if not isinstance(part, FSDPModule):
+            continue
+        state: Any = part._get_fsdp_state()
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in state._fsdp_param_groups:
+            _undo_param_group(group)
+        state._fsdp_param_groups = []
+        vars(state).pop("_root_post_backward_final_callback", None)
+        state._state_ctx.all_states.clear()
+        state._states_to_forward_prefetch, state._states_to_backward_prefetch = [], []
+        for name in (STATE_KEY, REGISTRY_KEY):
+            table: dict[Any, Any] = vars(part).get(name, {})
+            for key in [key for key, value in table.items() if value is state or key == fully_shard.__name__]:
+                del table[key]
+        _module_state_mapping.pop(part, None)
+        part.__class__ = type(part).__mro__[getattr(type(part), "_orig_cls_mro_index", 2)]
+
+
+def _undo_param_group(group: Any) -> None:
+    for handles in (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle):
+        for handle in handles.values():
+            handle.remove()
+        handles.clear()
+    for fsdp_param in group.fsdp_params:
+        fsdp_param._setattr_on_modules(fsdp_param.sharded_param)
+        fsdp_param._post_load_hook_handle.remove()
+    group.fsdp_params.clear()
+    group.modules = ()
+    for name in WATCHED_METHODS:
+        vars(group).pop(name, None)
+    group.comm_ctx.post_forward_order.clear()
+    group._all_reduce_hook = None
+
+
+def adopt_parameters(unit: FSDPModule) -> None:
+    """Tell FSDP2 that the modules' parameters were exchanged for others of the same placement. Local.
+
+    It would look by itself at the first forward only, and `bucket_parameters` would answer with the old ones until then.
+    """
+    state: Any = unit._get_fsdp_state()
+    for fsdp_param in () if state._fsdp_param_group is None else state._fsdp_param_group.fsdp_params:
+        fsdp_param.reset_sharded_param()
+
+
+WATCHED_METHODS = ("pre_forward", "_register_post_backward_hook", "post_backward")
+"""Methods of FSDP2's parameter group that `WatchedUnit` replaces on the instance."""
 
 
 class WatchedUnit:

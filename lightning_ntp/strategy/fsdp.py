@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,16 +13,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_ntp.dtensor.collectives import broadcast_in_place
+from lightning_ntp.dtensor.cut import restore_module
+from lightning_ntp.dtensor.dispatch import forget_meshes
 from lightning_ntp.dtensor.grad_sync import BucketSync, WindowState
 from lightning_ntp.dtensor.parallel import swap_module
 from lightning_ntp.dtensor.placement import UnevenShard, wrap_local
 from lightning_ntp.dtensor.vocab import VocabHead, connect_head
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.model_spec import Cell, Coordinates, ModelPlan, ParamSpec, Style
-from lightning_ntp.strategy._torch_private import WatchedUnit, bucket_parameters
+from lightning_ntp.strategy._torch_private import WatchedUnit, adopt_parameters, bucket_parameters, undo_fully_shard
 from lightning_ntp.strategy.backward_watch import BackwardWatch
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.sync_plan import plan_sync
+
+if TYPE_CHECKING:
+    from lightning_ntp.strategy.held import HeldState
 
 
 def take_cell(whole: torch.Tensor, spec: ParamSpec, cell: Cell) -> torch.Tensor:
@@ -53,15 +59,23 @@ class ShardedModel:
         window: state shared by the buckets.
         units: the FSDP units, in bucket order.
         watch: what keeps the buckets' exchanges in step.
+        mp_policy: FSDP2's mixed precision.
+        roots: names of the submodules whose forward the user calls.
+        held: the state while it is outside of the module, between two cuts (`state.rebuild`).
+
+    A parked worker has neither units nor buckets, and parameters without storage.
     """
 
     module: nn.Module
     plan: ModelPlan
     groups: Groups
-    buckets: tuple[BucketSync, ...]
-    window: WindowState
-    units: tuple[FSDPModule, ...]
-    watch: BackwardWatch
+    buckets: tuple[BucketSync, ...] = ()
+    window: WindowState = field(default_factory=WindowState)
+    units: tuple[FSDPModule, ...] = ()
+    watch: BackwardWatch = field(default_factory=lambda: BackwardWatch((), (), WindowState()))
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    roots: Sequence[str] = ("",)
+    held: HeldState | None = None
 
     @property
     def coordinates(self) -> Coordinates:
@@ -164,24 +178,102 @@ def shard_model(
 
     Collective over all workers with a role.
     """
+    _check_plan(plan, groups)
+    if not equal:
+        start_equal(module, groups)
+    sharded = ShardedModel(module, plan, groups, mp_policy=mp_policy or MixedPrecisionPolicy(), roots=tuple(roots))
+    _cut(sharded, take_cell)
+    return sharded
+
+
+def park_model(
+    module: nn.Module,
+    plan: ModelPlan,
+    groups: Groups,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    roots: Sequence[str] = ("",),
+) -> ShardedModel:
+    """What a worker that joins a running job makes of its module: parameters without storage, until `state.rebuild` fills them.
+
+    Arguments as for `shard_model`; the worker need not have a role. Local.
+    """
+    sharded = ShardedModel(module, plan, groups, mp_policy=mp_policy or MixedPrecisionPolicy(), roots=tuple(roots))
+    uncut(sharded)
+    return sharded
+
+
+def uncut(sharded: ShardedModel) -> None:
+    """Undo `shard_model`: classes, attributes and hooks are what they were, parameters are whole and without storage. Local.
+
+    Whoever needs the cells takes them before. The module object and the user's hooks on it stay; hooks on parameters do not.
+    """
+    module, plan = sharded.module, sharded.plan
+    undo_fully_shard(module)
+    for part in module.modules():
+        restore_module(part)
+    named, places = dict(module.named_parameters()), _owners(module)
+    for spec in plan.params:
+        old = named[spec.fqn]
+        _replace(places[old], torch.empty(spec.shape, dtype=old.dtype, device="meta"), old.requires_grad)
+    sharded.units, sharded.buckets = (), ()
+    sharded.watch = BackwardWatch((), (), sharded.window)
+    sharded.window.begin()
+    forget_meshes()
+
+
+def cut_again(sharded: ShardedModel, plan: ModelPlan, groups: Groups) -> None:
+    """Cut an `uncut` module for another generation; parameters get their placements but no storage yet, see `fill`. Local."""
+    _check_plan(plan, groups)
+    sharded.plan, sharded.groups = plan, groups
+    _cut(sharded, lambda whole, spec, cell: torch.empty(cell.shape, dtype=whole.dtype, device="meta"))
+
+
+@torch.no_grad()
+def fill(sharded: ShardedModel, locals_: Mapping[str, torch.Tensor]) -> None:
+    """Give the parameters of a `cut_again` module their storage: local tensors by name. Local."""
+    named, places = dict(sharded.module.named_parameters()), _owners(sharded.module)
+    for spec in sharded.plan.params:
+        old = named[spec.fqn]
+        _replace(places[old], wrap_like(old, locals_[spec.fqn]), old.requires_grad)
+    for unit in sharded.units:
+        adopt_parameters(unit)
+
+
+def wrap_like(parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """A tensor cut like a sharded parameter, from this worker's part of it. Local."""
+    if not isinstance(parameter, DTensor):
+        raise TypeError(f"expected a sharded parameter, got {type(parameter).__name__}")
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _replace(places: Sequence[tuple[nn.Module, str]], tensor: torch.Tensor, requires_grad: bool) -> None:
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    for owner, name in places:
+        setattr(owner, name, parameter)
+
+
+def _check_plan(plan: ModelPlan, groups: Groups) -> None:
     topology = groups.topology
     if (plan.num_roles, plan.loss_order) != (topology.num_roles, topology.loss_order):
         raise ConfigError(
             f"the plan is for {plan.num_roles} roles lost in order {plan.loss_order}, the topology has {topology.num_roles} "
             f"and {topology.loss_order}; make the plan from the topology"
         )
-    at = topology.coordinates(groups.worker)
-    if not equal:
-        start_equal(module, groups)
+
+
+def _cut(sharded: ShardedModel, take: Callable[[torch.Tensor, ParamSpec, Cell], torch.Tensor]) -> None:
+    module, plan, groups = sharded.module, sharded.plan, sharded.groups
+    at = sharded.coordinates
     # An attention module hands its randomness to its output projection, which must have been swapped before.
     for rule in sorted(plan.rules, key=lambda rule: rule.style is Style.ATTENTION):
         swap_module(module, rule, at.degree, at.role, groups.mesh["tp"])
     _connect_heads(module)
-    _cut_parameters(module, plan, groups, at)
-    units = _apply_fsdp(module, plan, groups, at, mp_policy or MixedPrecisionPolicy(), roots)
-    window = WindowState()
-    buckets, watch = _install_hooks(module, plan, groups, units, window)
-    return ShardedModel(module, plan, groups, buckets, window, units, watch)
+    _cut_parameters(module, plan, groups, at, take)
+    sharded.units = _apply_fsdp(module, plan, groups, at, sharded.mp_policy, sharded.roots)
+    sharded.buckets, sharded.watch = _install_hooks(module, plan, groups, sharded.units, sharded.window)
 
 
 def _connect_heads(module: nn.Module) -> None:
@@ -208,19 +300,23 @@ def _owners(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]
     return places
 
 
-def _cut_parameters(module: nn.Module, plan: ModelPlan, groups: Groups, at: Coordinates) -> None:
+def _cut_parameters(
+    module: nn.Module,
+    plan: ModelPlan,
+    groups: Groups,
+    at: Coordinates,
+    take: Callable[[torch.Tensor, ParamSpec, Cell], torch.Tensor],
+) -> None:
     places, named = _owners(module), dict(module.named_parameters())
     for spec in plan.params:
         whole = named[spec.fqn]
         if spec.dim is None or spec.layouts is None:
             continue
         cell = spec.role_cell(at.degree, at.role)
-        local = take_cell(whole, spec, cell).view(local_shape(spec, cell))
+        local = take(whole, spec, cell).view(local_shape(spec, cell))
         placement = UnevenShard(spec.dim, spec.layouts[at.degree])
         cut = wrap_local(local, groups.mesh["tp"], placement, torch.Size(spec.shape))
-        parameter = nn.Parameter(cut, requires_grad=whole.requires_grad)
-        for owner, name in places[whole]:
-            setattr(owner, name, parameter)
+        _replace(places[whole], cut, whole.requires_grad)
 
 
 def _apply_fsdp(

@@ -1,0 +1,300 @@
+"""State moves of a bare model: after a loss or a return the lost cells come from live holders, in place.
+
+    take (held.py) --> record told to newcomers --> plan (reshard.py), digest compared --> cut anew, without storage (fsdp.py)
+                                                                                             |
+    the same module and optimizers <-- give (held.py) <-- batches of pieces, one exchange each
+
+[Note: what a failure leaves] Nothing that is held is given up before all new cells are complete, and it stays outside of the
+module until then. A second loss in the middle breaks an exchange; the next call finds ``sharded.held`` and starts over from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ntp.dtensor.collectives import exchange_uneven, max_in_place
+from lightning_ntp.errors import PlanMismatchError, UnrecoverableError
+from lightning_ntp.model_spec import Cell, ModelPlan, ParamSpec, Piece
+from lightning_ntp.reshard import Batch, Kept, ReshardPlan, Transfer, batches, plan_reshard
+from lightning_ntp.strategy import held
+from lightning_ntp.strategy.fsdp import ShardedModel, cut_again, local_shape, uncut
+from lightning_ntp.strategy.groups import Groups
+
+BATCH_BYTES = 64 * 2**20
+"""Most that a worker sends or receives in one exchange."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveReport:
+    """What a rebuild moved.
+
+    Args:
+        step: optimizer step of the state.
+        digest: of the plan.
+        planned_bytes: by worker, what it has to receive; workers that receive nothing are left out.
+        received_bytes: what this worker received in the exchanges, buffers of the module not counted.
+        peak_extra_bytes: most that this worker held beyond what it had before: new cells, send and receive buffers.
+        seconds: of the whole call.
+    """
+
+    step: int
+    digest: str
+    planned_bytes: Mapping[int, int]
+    received_bytes: int
+    peak_extra_bytes: int
+    seconds: float
+
+    @property
+    def moved_bytes(self) -> int:
+        """Over all workers."""
+        return sum(self.planned_bytes.values())
+
+
+def rebuild(
+    sharded: ShardedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    groups: Groups,
+    held_steps: Mapping[int, int | None],
+    *,
+    batch_bytes: int = BATCH_BYTES,
+) -> MoveReport:
+    """Go on with the model under another topology: same module, same optimizers, same values.
+
+    Args:
+        sharded: the model; its old groups may be gone, only their topology is looked at. A newcomer passes what
+            `fsdp.park_model` made of its module.
+        optimizers: over the module's parameters; Lightning's wrappers are fine.
+        groups: of the new generation, its topology in them.
+        held_steps: for each worker of the new topology and each spare, the optimizer step at which the state it holds is complete;
+            None: it holds nothing. Only holders of the highest step are sources.
+        batch_bytes: most that a worker sends or receives in one exchange.
+
+    Gradients are dropped. A worker without a role in the new topology gives its storage up.
+
+    Raises:
+        UnrecoverableError: no holder is left of some region of a parameter. On all workers, before anything moves.
+        PlanMismatchError: workers would move different things. On all workers, before anything moves.
+
+    Collective over all workers with a role, and the spares.
+    """
+    started = time.monotonic()
+    inner = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+    if sharded.held is None:
+        sharded.held = held.take(sharded, inner)
+    else:
+        uncut(sharded)
+    job = _Job.agree(sharded, groups, held_steps)
+    exchanges = batches(job.moves, job.record.kept, batch_bytes)
+    _compare(job, groups)
+    mover = _Mover(job, groups, sharded.held.cells if job.holds else {})
+    if groups.has_role:
+        cut_again(sharded, job.plan, groups)
+    else:
+        sharded.plan, sharded.groups = job.plan, groups
+    mover.start()
+    for batch in exchanges:
+        mover.exchange(batch)
+    _send_buffers(sharded, job, groups)
+    if not job.holds:
+        held.follow(inner, job.record)
+    if groups.has_role:
+        held.give(sharded, inner, job.record, mover.new)
+    sharded.held = None
+    planned = _planned_bytes(job)
+    if mover.received_bytes != planned.get(groups.worker, 0):
+        raise PlanMismatchError(f"received {mover.received_bytes} bytes, planned {planned.get(groups.worker, 0)}")
+    return MoveReport(
+        job.step, job.moves.digest, planned, mover.received_bytes, mover.peak_bytes, time.monotonic() - started
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all workers agree on before anything moves."""
+
+    step: int
+    holders: frozenset[int]
+    holds: bool
+    record: held.Record
+    old_params: tuple[ParamSpec, ...]
+    plan: ModelPlan
+    moves: ReshardPlan
+
+    @classmethod
+    def agree(cls, sharded: ShardedModel, groups: Groups, held_steps: Mapping[int, int | None]) -> _Job:
+        new = groups.topology
+        present = new.workers + new.spares
+        steps = {worker: held_steps.get(worker) for worker in present}
+        known = [step for step in steps.values() if step is not None]
+        if not known:
+            raise UnrecoverableError(
+                f"none of the workers {present} holds any state; a host-memory copy on a buddy or a checkpoint would have saved it"
+            )
+        step = max(known)
+        holders = frozenset(worker for worker, at in steps.items() if at == step)
+        assert sharded.held is not None
+        record = sharded.held.record
+        if len(holders) < len(present):
+            record = _tell(record, present.index(min(holders)), groups)
+        plan = sharded.plan.reordered(new.loss_order)
+        old_params = sharded.plan.reordered(record.topology.loss_order).params
+        dead = [worker for worker in record.topology.workers if worker not in holders]
+        moves = plan_reshard(plan.params, record.topology, new, dead, old_params)
+        return cls(step, holders, groups.worker in holders, record, old_params, plan, moves)
+
+
+def _tell(record: held.Record, speaker: int, groups: Groups) -> held.Record:
+    """The record of the lowest holder, for those who hold nothing or something old. Collective over everyone."""
+    box: list[Any] = [record]
+    dist.broadcast_object_list(box, group_src=speaker, group=groups.everyone)
+    told: held.Record = box[0]
+    return told
+
+
+def _compare(job: _Job, groups: Groups) -> None:
+    """PlanMismatchError on all workers unless they would move the same. Collective over everyone."""
+    same = (job.step, sorted(job.holders), job.moves.digest, job.record.kept)
+    number = int.from_bytes(hashlib.sha256(repr(same).encode()).digest()[:7], "little")
+    both = torch.tensor([number, -number], dtype=torch.int64, device=groups.device_type)
+    max_in_place(both, groups.everyone)
+    if int(both[0]) != -int(both[1]):
+        raise PlanMismatchError(
+            f"workers would move different state: here plan {job.moves.digest} for step {job.step} with {len(job.record.kept)} "
+            "tensors; do all of them have the same model, optimizers and list of workers?"
+        )
+
+
+def _planned_bytes(job: _Job) -> dict[int, int]:
+    per_element: dict[str, int] = {}
+    for kept in job.record.kept:
+        per_element[kept.fqn] = per_element.get(kept.fqn, 0) + kept.item_bytes
+    planned: dict[int, int] = {}
+    for transfer in job.moves.transfers:
+        if not transfer.is_local:
+            size = transfer.piece.numel * per_element[transfer.fqn]
+            planned[transfer.destination] = planned.get(transfer.destination, 0) + size
+    return planned
+
+
+@dataclass
+class _Mover:
+    """Fills this worker's new cells; decides nothing."""
+
+    job: _Job
+    groups: Groups
+    old: held.Cells
+    new: held.Cells = field(default_factory=dict)
+    received_bytes: int = 0
+    peak_bytes: int = 0
+    _bytes: int = 0
+
+    def __post_init__(self) -> None:
+        new, old = self.groups.topology, self.job.record.topology
+        me = self.groups.worker
+        self.wanted: dict[str, tuple[ParamSpec, Cell]] = {}
+        self.had: dict[str, Cell] = {}
+        if self.groups.has_role:
+            at = new.coordinates(me)
+            self.wanted = {spec.fqn: (spec, spec.cell(at)) for spec in self.job.plan.params}
+        if self.job.holds and me in old.workers:
+            was = old.coordinates(me)
+            self.had = {spec.fqn: spec.cell(was) for spec in self.job.old_params}
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Allocate the new cells and copy what this worker has; a cell that stays as it is keeps its tensor."""
+        for kept in self.job.record.kept if self.wanted else ():
+            key = (kept.fqn, kept.label)
+            spec, cell = self.wanted[kept.fqn]
+            if self.had.get(kept.fqn) == cell:
+                self.new[key] = self.old[key]
+                continue
+            dtype = getattr(torch, kept.dtype.removeprefix("torch."))
+            self.new[key] = torch.empty(local_shape(spec, cell), dtype=dtype, device=self.groups.device_type)
+            self._count(self.new[key])
+            for transfer in self.job.moves.by_fqn.get(kept.fqn, ()):
+                if transfer.is_local and transfer.destination == self.groups.worker:
+                    self._target(kept, transfer).copy_(self._source(kept, transfer))
+
+    @torch.no_grad()
+    def exchange(self, batch: Batch) -> None:
+        """One exchange. Collective over everyone."""
+        everyone, me = self.groups.topology.workers + self.groups.topology.spares, self.groups.worker
+        dtype = getattr(torch, batch.dtype.removeprefix("torch."))
+        sent = [[move for move in batch.moves if _ends(move) == (me, peer)] for peer in everyone]
+        due = [[move for move in batch.moves if _ends(move) == (peer, me)] for peer in everyone]
+        packed = torch.empty(_numel(sent), dtype=dtype, device=self.groups.device_type)
+        at = 0
+        for kept, transfer in (move for moves in sent for move in moves):
+            size = transfer.piece.numel
+            packed[at : at + size].view(len(transfer.piece.rows), -1).copy_(self._source(kept, transfer))
+            at += size
+        received = exchange_uneven(
+            packed, [_numel([moves]) for moves in sent], [_numel([moves]) for moves in due], self.groups.everyone
+        )
+        self._count(packed, received)
+        at = 0
+        for kept, transfer in (move for moves in due for move in moves):
+            size = transfer.piece.numel
+            self._target(kept, transfer).copy_(received[at : at + size].view(len(transfer.piece.rows), -1))
+            at += size
+        self.received_bytes += at * dtype.itemsize
+        self._bytes -= (packed.numel() + received.numel()) * dtype.itemsize
+
+    def _source(self, kept: Kept, transfer: Transfer) -> torch.Tensor:
+        piece = transfer.piece
+        matrix = self.old[kept.fqn, kept.label].view(self.had[kept.fqn].shape)
+        return _block(matrix, piece, piece.source_row, piece.source_column)
+
+    def _target(self, kept: Kept, transfer: Transfer) -> torch.Tensor:
+        piece = transfer.piece
+        matrix = self.new[kept.fqn, kept.label].view(self.wanted[kept.fqn][1].shape)
+        return _block(matrix, piece, piece.destination_row, piece.destination_column)
+
+    def _count(self, *tensors: torch.Tensor) -> None:
+        self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+
+
+def _block(matrix: torch.Tensor, piece: Piece, row: int, column: int) -> torch.Tensor:
+    return matrix[row : row + len(piece.rows), column : column + len(piece.columns)]
+
+
+def _ends(move: tuple[Kept, Transfer]) -> tuple[int, int]:
+    return move[1].source, move[1].destination
+
+
+def _numel(parts: Sequence[Sequence[tuple[Kept, Transfer]]]) -> int:
+    return sum(transfer.piece.numel for moves in parts for _, transfer in moves)
+
+
+@torch.no_grad()
+def _send_buffers(sharded: ShardedModel, job: _Job, groups: Groups) -> None:
+    """Newcomers get the module's buffers from the lowest holder; the others keep theirs. Collective over everyone."""
+    everyone = groups.topology.workers + groups.topology.spares
+    newcomers = [worker for worker in groups.topology.workers if worker not in job.holders]
+    if not newcomers:
+        return
+    speaker, me = min(job.holders), groups.worker
+    buffers = list(sharded.module.buffers())
+    size = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    flat = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers] if me == speaker else []
+    packed = torch.cat(flat * len(newcomers)) if flat else torch.empty(0, dtype=torch.uint8, device=groups.device_type)
+    received = exchange_uneven(
+        packed,
+        [size if me == speaker and worker in newcomers else 0 for worker in everyone],
+        [size if me in newcomers and worker == speaker else 0 for worker in everyone],
+        groups.everyone,
+    )
+    at = 0
+    for buffer in buffers if me in newcomers else ():
+        length = buffer.numel() * buffer.element_size()
+        buffer.copy_(received[at : at + length].clone().view(buffer.dtype).view(buffer.shape))
+        at += length

@@ -1,9 +1,10 @@
-"""The command line: ``ntp plan`` (what a loss would do to this job) and ``ntp simulate`` (what weeks do to a cluster)."""
+"""The command line: ``ntp launch`` and ``drain`` (run a job), ``plan`` (what a loss would do), ``simulate`` (weeks of them)."""
 
 from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -42,6 +43,49 @@ def _plain_errors() -> Iterator[None]:
     except NTPError as error:
         typer.echo(f"ntp: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def launch(
+    script: Annotated[str, typer.Argument(help="train.py (or: -- -m module)")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="what the script shall get")] = None,
+    workers: Annotated[int | None, typer.Option(help="workers on this node (default: one per visible GPU)")] = None,
+    nodes: Annotated[int | None, typer.Option(help="nodes of the job (default: 1, or srun's tasks)")] = None,
+    node_rank: Annotated[int | None, typer.Option(help="number of this node; 0 hosts the store")] = None,
+    endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of the store on node 0 (default: loopback)")] = None,
+    join: Annotated[bool, typer.Option("--join", help="add this node's workers to a job that runs")] = False,
+    recovery: Annotated[
+        bool, typer.Option(help="go on without lost workers; else the first failure ends the job")
+    ] = True,
+    max_respawns: Annotated[int, typer.Option(help="replacements of lost workers, over the job")] = 8,
+    hang_seconds: Annotated[
+        float, typer.Option(help="a standstill is at least this long (and 10 median steps)")
+    ] = 60.0,
+    logs: Annotated[Path | None, typer.Option(help="log folder (default: ntp_logs/<run>)")] = None,
+) -> None:
+    """Runs a script once per GPU under a supervisor. Several nodes: the same on each, with the same NTP_JOB_TOKEN."""
+    from lightning_ntp.strategy.launching import LaunchOptions, plan_launch, script_command
+
+    with _plain_errors():
+        command = script_command(script, arguments or [])
+        options = LaunchOptions(workers, nodes, node_rank, endpoint, join, recovery, max_respawns, hang_seconds, logs)
+        code = plan_launch(options, os.environ).run(command)
+    raise typer.Exit(code)
+
+
+@app.command()
+def drain(
+    target: Annotated[str, typer.Argument(help="a worker (3) or a node (node1)")],
+    endpoint: Annotated[str | None, typer.Option(help="HOST:PORT of the job's store (default: from the logs)")] = None,
+    logs: Annotated[Path | None, typer.Option(help="log folder of the job (default: the newest)")] = None,
+) -> None:
+    """Asks workers of a running job to leave at the next step boundary: the others take over, no step is lost."""
+    from lightning_ntp.strategy.launching import drain as ask
+    from lightning_ntp.strategy.launching import find_job
+
+    with _plain_errors():
+        where, token = find_job(logs, endpoint, os.environ)
+        typer.echo(f"asked to leave: workers {', '.join(map(str, ask(target, where, token)))}")
 
 
 @app.command()

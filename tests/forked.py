@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from lightning_ntp.strategy.coordinator import Event, Patience
-from lightning_ntp.strategy.rendezvous import JobAddress
-from lightning_ntp.strategy.supervisor import Supervisor, SupervisorConfig
+from lightning_ntp.strategy.node_agent import NodeAgent
+from lightning_ntp.strategy.rendezvous import LOOPBACK, JobAddress
+from lightning_ntp.strategy.respawn import RespawnConfig
+from lightning_ntp.strategy.supervisor import Supervisor
+from lightning_ntp.strategy.supervisor_config import SupervisorConfig
 from lightning_ntp.strategy.worker_process import die_with_parent
 from lightning_ntp.testing import ENV_FAULTS, FaultScript
 
@@ -112,13 +115,27 @@ class ForkedJob:
         faults: FaultScript | None = None,
         patience: Patience = PATIENT,
         max_respawns: int = 0,
+        num_nodes: int = 1,
+        listen: str = LOOPBACK,
+        token: str | None = None,
+        **config_fields: Any,
     ) -> None:
         self.events: list[Event] = []
         self.printed = b""
         self.pids: dict[int, int] = {}
         self._log_path = folder / "log.jsonl"
         self._ready = [ForkedProcess(program, self._log_path) for _ in range(num_workers + max_respawns)]
-        config = SupervisorConfig(settle_seconds=0.5, grace_seconds=1.0, patience=patience, max_respawns=max_respawns)
+        respawn = RespawnConfig(max_respawns=max_respawns, cool_down_seconds=0, max_losses_per_place=100)
+        config = SupervisorConfig(
+            listen=listen,
+            token=token,
+            settle_seconds=0.5,
+            grace_seconds=1.0,
+            patience=patience,
+            respawn=respawn,
+            num_nodes=num_nodes,
+            **config_fields,
+        )
         self.supervisor = Supervisor(
             ["forked"],
             num_workers,
@@ -155,3 +172,41 @@ class ForkedJob:
     def worlds(self) -> list[tuple[int, ...]]:
         """The members of each generation that stood."""
         return [event.workers for event in self.events if event.kind == "formed"]
+
+
+class ForkedNode:
+    """Another node of a job, in a process of its own: a `NodeAgent` with workers that run `program`.
+
+    Make it before anything in this process has a store.
+    """
+
+    def __init__(
+        self, program: Program, num_workers: int, folder: Path, *, node: int | None, listen: str, token: str
+    ) -> None:
+        self.pid = os.fork()
+        self._code: int | None = None
+        if self.pid:
+            return
+        code = 1
+        try:
+            gc.freeze()
+            ready = [ForkedProcess(program, folder / "log.jsonl") for _ in range(num_workers)]
+            config = SupervisorConfig(listen=listen, token=token, grace_seconds=1.0, patience=PATIENT)
+
+            def start(command: Sequence[str], environ: Mapping[str, str]) -> ForkedProcess:
+                process = ready.pop(0)
+                process.begin(environ)
+                return process
+
+            agent = NodeAgent(["forked"], num_workers, node=node, config=config, start=start, write=lambda data: None)
+            code = agent.run()
+        except BaseException:  # noqa: BLE001  the child must not return into pytest
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def wait(self) -> int:
+        """The node's exit code; negative for a signal."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+import types
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -18,14 +19,10 @@ import torch.distributed as dist
 from lightning_ntp.errors import ConfigError, PlanMismatchError
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import Coordinator, Event, Patience
-from lightning_ntp.strategy.membership import (
-    Decision,
-    FencedError,
-    GenerationBrokenError,
-    Member,
-    MemberConfig,
-    Outcome,
-)
+from lightning_ntp.strategy.deadline import HangDeadline
+from lightning_ntp.strategy.generation import Decision, FencedError, GenerationBrokenError, MemberConfig, Outcome
+from lightning_ntp.strategy.life_signs import StepClock, being_debugged
+from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.sockets import GroupSockets
 from lightning_ntp.testing import Fault, FaultScript, InjectedFault
 from tests.forked import ForkedJob, Log
@@ -185,8 +182,9 @@ def test_replacements_are_taken_in_and_nothing_grows(tmp_path: Path) -> None:
     assert (0, 1, 2, 4) in job.worlds()
     mine = [line for line in job.lines if line["worker"] == 0 and "joined" in line and len(line["members"]) == 4]
     assert len(mine) == 5
-    assert {line["fds"] for line in mine[1:]} == {mine[1]["fds"]}
-    assert {line["threads"] for line in mine[1:]} == {mine[1]["threads"]}
+    # Fewer where a peer was killed, and its connections closed, before this line was written.
+    assert max(line["fds"] for line in mine[1:]) <= mine[0]["fds"]
+    assert max(line["threads"] for line in mine[1:]) <= mine[0]["threads"]
 
 
 def train_until_seven(address: rendezvous.JobAddress, log: Log) -> None:
@@ -300,6 +298,8 @@ def test_coordinator_silence_lateness_and_standstill(hosted: tuple[dist.Store, o
     assert bench.coordinator.tick().fence == {}
     bench.join(0)
     bench.now += 10
+    assert bench.coordinator.tick().fence == {}  # nobody has shown that this program knows of a membership
+    bench.beat(0, -2)
     assert bench.coordinator.tick().fence == {1: "worker 1 did not come to generation 1 within 50 s"}
     bench.join(1)
     bench.coordinator.tick()
@@ -322,7 +322,10 @@ def test_coordinator_silence_lateness_and_standstill(hosted: tuple[dist.Store, o
         assert not bench.coordinator.tick().write_stacks
     bench.now += 1
     bench.beat(0, 62, progress=1)
-    assert bench.coordinator.tick().write_stacks
+    assert bench.coordinator.tick().write_stacks and bench.events[-1].kind == "formed"
+    bench.now += 1
+    bench.beat(0, 63, progress=1)
+    assert not bench.coordinator.tick().write_stacks
     assert bench.events[-1].why == "no worker has got on for 20 s (phases: 0: step)"
 
 
@@ -381,7 +384,7 @@ def test_member_alone(hosted: tuple[dist.Store, rendezvous.JobAddress]) -> None:
     with pytest.raises(GenerationBrokenError, match="generation 2 has lost a member"):
         member.agree(4)
     rendezvous.put_json(store, "generation", 3)
-    rendezvous.put_json(store, "world/3", {"members": [], "infos": [], "fenced": {"0": "it was silent"}})
+    rendezvous.put_json(store, "world/3", {"members": [], "infos": [], "fenced": {"0": "it was silent"}, "leaving": []})
     with pytest.raises(FencedError, match="worker 0 was given up: it was silent"):
         member.join()
     member.close()
@@ -514,3 +517,101 @@ def test_store_speaks_json_and_listens_on_loopback_only(hosted: tuple[dist.Store
     ]
     assert f"0100007F:{port}" in listening and f"00000000:{port}" not in listening
     store.set_timeout(timedelta(seconds=1))
+
+
+def test_coordinator_breaks_in_doubt_once_all_have_lived_on(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 2)
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    for beats in range(2):
+        bench.beat(0, beats)
+        bench.beat(1, beats)
+        bench.coordinator.tick()
+    bench.store.add("doubt/1", 1)
+    bench.coordinator.tick()
+    assert bench.coordinator.suspected
+    for beats in range(2, 6):
+        bench.now += 1
+        bench.beat(0, beats)
+        bench.coordinator.tick()
+    assert bench.coordinator.suspected  # worker 1 has not been heard since
+    for beats in range(6, 9):
+        bench.now += 1
+        bench.beat(0, beats)
+        bench.beat(1, beats)
+        bench.coordinator.tick()
+    assert bench.events[-1].why == "a collective failed although all workers live"
+    assert not bench.coordinator.suspected
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    rendezvous.put_json(bench.store, "called-off/2", "worker 0: a module was left out")
+    bench.coordinator.tick()
+    assert bench.events[-1] == Event("broken", 2, bench.now, (), "worker 0: a module was left out")
+
+
+def test_coordinator_calls_members_together_for_one_that_must_leave(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 3)
+    bench.join(0, 1, 2)
+    bench.coordinator.tick()
+    rendezvous.put_json(bench.store, "leave/2", "drain")
+    bench.store.add("leaves", 1)
+    bench.coordinator.tick()
+    assert bench.store.check(["regroup/1"])
+    assert bench.events[-1] == Event("leaving", 1, bench.now, (2,), "drain")
+    bench.store.add("regrouping/1", 1)
+    bench.coordinator.tick()
+    bench.join(0, 1, 2)
+    bench.coordinator.tick()
+    assert bench.world(2) == [0, 1, 2]
+    bench.store.add("regrouping/2", 1)
+    bench.coordinator.tick()
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    assert bench.coordinator.forming
+    rendezvous.put_json(bench.store, "left/2", True)
+    bench.store.add("leaves", 1)
+    bench.coordinator.tick()
+    assert bench.world(3) == [0, 1]
+    assert [event.kind for event in bench.events] == ["formed", "leaving", "formed", "formed"]
+
+
+def test_hang_deadline_follows_the_measured_steps(hosted: tuple[dist.Store, object]) -> None:
+    deadline = HangDeadline(factor=10, floor_seconds=2)
+    assert deadline.seconds is None and str(deadline) == "no limit yet"
+    for seconds in (30.0, 0.5, 0.5):
+        deadline.note_step(seconds)
+    assert deadline.seconds == 5.0 and str(deadline) == "5.0 s = 10 x the median step of 0.50 s"
+    for _ in range(64):
+        deadline.note_step(0.01)
+    assert deadline.seconds == 2 and str(deadline) == "2 s"
+    assert HangDeadline(10, 2, fixed_seconds=600).seconds == 600
+    bench = Bench(hosted[0], 1)
+    bench.join(0)
+    bench.coordinator.tick()
+    for commits in range(1, 4):
+        sign = {"beats": commits, "progress": commits, "phase": "step", "commits": commits, "step_seconds": 8.0}
+        rendezvous.put_json(bench.store, "heartbeat/0", sign)
+        bench.coordinator.tick()
+    assert bench.coordinator.deadline.seconds == 80.0
+
+
+def test_step_clock_leaves_out_what_is_no_step() -> None:
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    clock.commit()
+    assert clock.sign() == {}
+    now[0] = 2.0
+    clock.commit()
+    assert clock.sign() == {"commits": 1, "step_seconds": 2.0}
+    clock.pause()
+    now[0] = 90.0
+    clock.commit()
+    now[0] = 93.0
+    clock.commit()
+    assert clock.sign() == {"commits": 2, "step_seconds": 3.0}
+
+
+def test_a_debugger_is_seen() -> None:
+    assert not being_debugged(threading.get_ident())
+    scope = {"__name__": "pdb", "being_debugged": being_debugged, "ident": threading.get_ident()}
+    assert types.FunctionType((lambda: being_debugged(ident)).__code__, scope)()  # noqa: F821  a frame of pdb

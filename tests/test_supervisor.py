@@ -17,7 +17,8 @@ import pytest
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.rendezvous import Endpoint, JobAddress, connect_store, host_store
-from lightning_ntp.strategy.supervisor import Supervisor, SupervisorConfig
+from lightning_ntp.strategy.supervisor import Supervisor
+from lightning_ntp.strategy.supervisor_config import SupervisorConfig
 from lightning_ntp.strategy.worker_process import Process, StderrRelay, describe_exit, shell_code, start_worker
 
 PATIENCE = SupervisorConfig(settle_seconds=0.3, grace_seconds=0.5, abandon_seconds=5.0)
@@ -145,7 +146,7 @@ def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
 
 
 def test_a_logged_traceback_of_a_living_worker_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_ntp.strategy.supervisor.HOLD_SECONDS", 0.1)
+    monkeypatch.setattr("lightning_ntp.strategy.crew.HOLD_SECONDS", 0.1)
     program = """
         import sys, time, traceback
         try:

@@ -73,7 +73,7 @@ class RecoveryConfig:
     @property
     def patience(self) -> Patience:
         """When the supervisor takes a living worker for lost."""
-        return Patience(join_seconds=self.hang_seconds, progress_seconds=self.hang_seconds)
+        return Patience(join_seconds=self.hang_seconds, progress_floor_seconds=self.hang_seconds)
 
     @property
     def group_timeout_seconds(self) -> float:

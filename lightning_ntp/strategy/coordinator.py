@@ -4,21 +4,30 @@
         \\--a loss------------------------------------------------------------------------------------/
 
 Keys (JSON, below the job's token): generation; join/N/W, joined/N; world/N; ended/N/W; heartbeat/W; regroup/N,
-regrouping/N; suspect/N, doubt/N. Clock and store are injected; who is killed is the caller's affair.
+regrouping/N; suspect/N, doubt/N; called-off/N; leave/W, left/W, leaves. Clock and store are injected; who is killed is
+the caller's affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch.distributed as dist
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.deadline import HangDeadline
 from lightning_ntp.strategy.rendezvous import delete_below, get_json, peek_json, put_json
 
-UNWATCHED_PHASES = frozenset({"start", "compile", "evaluate", "save"})
-"""Phases of `Member.progress` in which nothing can be said about how long they take: the progress clock stands still."""
+UNWATCHED_PHASES = frozenset({"start", "compile", "evaluate", "save", "debugger"})
+"""Phases of `Member.progress` in which nothing can be said about how long they take: the progress clock stands still.
+A member under a debugger reports "debugger" by itself."""
+
+STACKS_SECONDS = 1.0
+"""Between the order to write stacks and the break that changes them."""
+
+DOUBT_BEATS = 2
+"""After a failed collective a member counts as alive once it has given so many further signs of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +35,29 @@ class Patience:
     """When a worker that lives is taken for lost.
 
     hang_seconds: without any sign of life (a stopped process; a thread that holds the GIL as long looks the same).
-    progress_seconds: without the main thread reaching a new phase; None: not watched.
+    progress_factor, progress_floor_seconds: the main threads may go without reaching a new phase for so many median
+    steps, and for so long in any case. progress_seconds: if given, this limit and nothing measured.
     join_seconds: for a survivor to come to the next generation; more than the longest stretch of pure computing.
-    start_seconds: for a new worker to come at all: imports, data, model.
+    start_seconds: for a new worker or node to come at all: imports, data, model.
     doubt_seconds: after a failed collective, for somebody to die or to report an error of its program; then all re-form.
+    node_seconds: a node's supervisor without a sign of life; doubted_node_seconds: the same while members suspect a loss.
     """
 
     hang_seconds: float = 10.0
+    progress_factor: float = 10.0
+    progress_floor_seconds: float = 60.0
     progress_seconds: float | None = None
     join_seconds: float = 60.0
     start_seconds: float = 900.0
     doubt_seconds: float = 2.0
+    node_seconds: float = 10.0
+    doubted_node_seconds: float = 3.0
 
     def __post_init__(self) -> None:
-        for name in ("hang_seconds", "progress_seconds", "join_seconds", "start_seconds", "doubt_seconds"):
-            value = getattr(self, name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if value is not None and value <= 0:
-                raise ConfigError(f"Patience.{name} is {value}: wanted more than 0 seconds")
+                raise ConfigError(f"Patience.{each.name} is {value}: wanted more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +73,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the caller shall do now: end the workers in `fence` (worker -> why), have all write their stacks first."""
+    """What the caller shall do now: end the workers in `fence` (worker -> why); have all write their stacks."""
 
     fence: Mapping[int, str]
     write_stacks: bool = False
@@ -72,6 +87,15 @@ class LifeSignState:
     beat_seconds: float = 0.0
     progress: tuple[int, str] = (-1, "start")
     progress_seconds: float = 0.0
+    commits: int = 0
+
+
+@dataclass(slots=True)
+class DoubtState:
+    """A member's collective has failed, and nobody is known to be lost: since when, and everybody's beats then."""
+
+    since_seconds: float
+    beats: dict[int, int]
 
 
 @dataclass(slots=True)
@@ -93,9 +117,18 @@ class Coordinator:
     _signs: dict[int, LifeSignState] = field(default_factory=dict)
     _forming_since: float = 0.0
     _newcomers_since: dict[int, float] = field(default_factory=dict)
-    _doubt_since: float | None = None
+    _stuck_since: float | None = None
+    _doubt: DoubtState | None = None
+    _num_leaves: int = 0
+    _leaving: set[int] = field(default_factory=set)
+    _to_call: bool = False
+    deadline: HangDeadline = field(init=False)
 
     def __post_init__(self) -> None:
+        patience = self.patience
+        self.deadline = HangDeadline(
+            patience.progress_factor, patience.progress_floor_seconds, patience.progress_seconds
+        )
         self.active = set(self.workers)
         self._forming_since = self.clock()
         put_json(self.store, "generation", self.generation)
@@ -111,44 +144,79 @@ class Coordinator:
         if worker in self._members:
             self._left.add(worker)
 
-    def lose(self, losses: Mapping[int, str]) -> None:
-        """Workers are gone or given up (worker -> why). Breaks the generation if any of them was needed for it."""
+    def lose(self, losses: Mapping[int, str]) -> bool:
+        """Workers are gone or given up (worker -> why). Breaks the generation and says so if any was needed for it."""
         needed = self.active & losses.keys()
         for worker, why in losses.items():
             self.fenced[worker] = why
             self._forget(worker)
         if needed:
             self._break(tuple(sorted(needed)), "; ".join(losses[worker] for worker in sorted(needed)))
+        return bool(needed)
+
+    def ask_to_leave(self, workers: Collection[int], why: str) -> None:
+        """Asks members to leave at the next step boundary, where the others take over what they hold."""
+        for worker in workers:
+            put_json(self.store, f"leave/{worker}", why)
+        self.store.add("leaves", 1)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any worker has shown that it is a member. A program may run under recovery and know nothing of it."""
+        return bool(self._members) or any(sign.beats != -1 for sign in self._signs.values())
+
+    @property
+    def suspected(self) -> bool:
+        """Whether a collective has failed, and nobody has been lost yet that would explain it."""
+        return self._doubt is not None
 
     def tick(self) -> Verdict:
         """Looks at the store and the clock. Call it often: it is what moves a generation from forming to standing."""
         now = self.clock()
         fence = self._silent(now)
-        stuck = ""
+        self._see_off()
         if self.forming:
             fence |= self._late(now)
             self._form(now)
+            return Verdict(fence)
+        self._call_newcomers()
+        if self.store.check([f"regrouping/{self.generation}"]):
+            self._open_next(now, {"broken": False})
+        elif self.store.check([f"called-off/{self.generation}"]):
+            self._break((), str(get_json(self.store, f"called-off/{self.generation}")))
+        elif self._left and self._num_suspicions():
+            self._break((), f"workers {sorted(self._left)} ended while others still needed them")
+        elif self._doubted(now):
+            self._break((), "a collective failed although all workers live")
         else:
-            self._call_newcomers()
-            if self.store.check([f"regrouping/{self.generation}"]):
-                self._open_next(now, {"broken": False})
-            elif self._left and self.store.check([f"suspect/{self.generation}"]):
-                self._break((), f"workers {sorted(self._left)} ended while others still needed them")
-            elif self._doubted(now):
-                self._break((), "a collective failed although all workers live")
-            else:
-                stuck = self._stuck(now)
-        if stuck:
-            self._break((), stuck)
-        return Verdict(fence, write_stacks=bool(stuck))
+            return Verdict(fence, write_stacks=self._deal_with_standstill(now))
+        return Verdict(fence)
+
+    def _see_off(self) -> None:
+        """Takes notice of who shall leave (the members re-form for it) and of who has left."""
+        if (num_leaves := self.store.add("leaves", 0)) == self._num_leaves:
+            return
+        for worker in sorted(self.active | self.pending):
+            if self.store.check([f"left/{worker}"]):
+                self._forget(worker)
+            elif worker not in self._leaving and (why := peek_json(self.store, f"leave/{worker}")) is not None:
+                self._leaving.add(worker)
+                self._to_call = True
+                self.on_event(Event("leaving", self.generation, self.clock(), (worker,), str(why)))
+        self._num_leaves = num_leaves
+
+    def _num_suspicions(self) -> int:
+        return self.store.add(f"suspect/{self.generation}", 0)
 
     def _doubted(self, now_seconds: float) -> bool:
-        """Whether a collective of this generation failed some time ago, and nobody was lost that would explain it."""
+        """Whether a collective failed some time ago although everybody lives: each has given signs of life since."""
         if not self.store.check([f"doubt/{self.generation}"]):
-            self._doubt_since = None
-        elif self._doubt_since is None:
-            self._doubt_since = now_seconds
-        return self._doubt_since is not None and now_seconds - self._doubt_since > self.patience.doubt_seconds
+            return False
+        beats = {worker: self._signs[worker].beats for worker in self.active if worker in self._signs}
+        if self._doubt is None:
+            self._doubt = DoubtState(now_seconds, beats)
+        lived = all(beats.get(worker, 0) >= then + DOUBT_BEATS for worker, then in self._doubt.beats.items())
+        return lived and now_seconds - self._doubt.since_seconds > self.patience.doubt_seconds
 
     def _forget(self, worker: int) -> None:
         self.active.discard(worker)
@@ -165,7 +233,8 @@ class Coordinator:
         self.on_event(Event("broken", broken, now, workers, why))
 
     def _open_next(self, now_seconds: float, end: Mapping[str, object]) -> None:
-        ended, self._doubt_since = self.generation, None
+        self._doubt = self._stuck_since = None
+        ended = self.generation
         self.generation += 1
         self.forming = True
         self._forming_since = now_seconds
@@ -175,7 +244,19 @@ class Coordinator:
 
     def _delete_old_keys(self) -> None:
         """Two generations back nobody reads any more: a worker that slept that long has been given up."""
-        for kind in ("join", "joined", "world", "ended", "regroup", "regrouping", "suspect", "doubt", "vote", "groups"):
+        for kind in (
+            "join",
+            "joined",
+            "world",
+            "ended",
+            "regroup",
+            "regrouping",
+            "suspect",
+            "doubt",
+            "called-off",
+            "vote",
+            "groups",
+        ):
             delete_below(self.store, f"{kind}/{self.generation - 2}")
 
     def _joined(self) -> set[int]:
@@ -197,15 +278,20 @@ class Coordinator:
         for sign in self._signs.values():
             sign.progress_seconds = now_seconds
         self._publish(members, infos)
+        self._to_call = False  # whoever must leave is named in it
         self.on_event(Event("formed", self.generation, now_seconds, members))
         self._delete_old_keys()
 
     def _publish(self, members: tuple[int, ...], infos: tuple[object, ...]) -> None:
-        world = {"members": members, "infos": infos, "fenced": self.fenced}
+        leaving = sorted(self._leaving & set(members))
+        world = {"members": members, "infos": infos, "fenced": self.fenced, "leaving": leaving}
         put_json(self.store, f"world/{self.generation}", world)
 
     def _call_newcomers(self) -> None:
-        """Asks the members to re-form after their next commit, once a newcomer waits at the door."""
+        """Asks the members to re-form after their next commit, once a newcomer waits at the door or a member must go."""
+        if self._to_call:
+            self._to_call = False
+            put_json(self.store, f"regroup/{self.generation}", True)
         if not self.pending or self.store.check([f"regroup/{self.generation}"]):
             return
         if any(self.store.check([f"join/{self.generation + 1}/{worker}"]) for worker in self.pending):
@@ -221,6 +307,9 @@ class Coordinator:
                 continue
             if heard["beats"] != sign.beats:
                 sign.beats, sign.beat_seconds = heard["beats"], now_seconds
+            if heard.get("commits", 0) != sign.commits:
+                sign.commits = heard["commits"]
+                self.deadline.note_step(heard["step_seconds"])
             if (heard["progress"], heard["phase"]) != sign.progress:
                 sign.progress, sign.progress_seconds = (heard["progress"], heard["phase"]), now_seconds
             if now_seconds - sign.beat_seconds > self.patience.hang_seconds:
@@ -230,18 +319,30 @@ class Coordinator:
     def _late(self, now_seconds: float) -> dict[int, str]:
         """Live workers that should have joined by now."""
         limit = self.patience.join_seconds if self._members else self.patience.start_seconds
-        if now_seconds - self._forming_since <= limit:
+        if now_seconds - self._forming_since <= limit or not self.in_use:
             return {}
         missing = self.active - self._joined()
         return {w: f"worker {w} did not come to generation {self.generation} within {limit:g} s" for w in missing}
 
+    def _deal_with_standstill(self, now_seconds: float) -> bool:
+        """Whether stacks shall be written now: first that, and a little later the break, which changes them."""
+        stuck = self._stuck(now_seconds)
+        if not stuck:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now_seconds
+            return True
+        elif now_seconds - self._stuck_since >= STACKS_SECONDS:
+            self._break((), stuck)
+        return False
+
     def _stuck(self, now_seconds: float) -> str:
         """Why the generation is broken although all live: nobody's main thread gets on. Empty if all is well."""
-        limit = self.patience.progress_seconds
-        signs = [self._signs[worker] for worker in self.active if worker in self._signs]
-        if limit is None or not signs or any(sign.progress[1] in UNWATCHED_PHASES for sign in signs):
+        limit = self.deadline.seconds
+        signs = {worker: self._signs[worker] for worker in self.active if worker in self._signs}
+        if limit is None or not signs or any(sign.progress[1] in UNWATCHED_PHASES for sign in signs.values()):
             return ""
-        if min(now_seconds - sign.progress_seconds for sign in signs) <= limit:
+        if min(now_seconds - sign.progress_seconds for sign in signs.values()) <= limit:
             return ""
-        phases = ", ".join(f"{worker}: {self._signs[worker].progress[1]}" for worker in sorted(self.active))
-        return f"no worker has got on for {limit:g} s (phases: {phases})"
+        phases = ", ".join(f"{worker}: {signs[worker].progress[1]}" for worker in sorted(signs))
+        return f"no worker has got on for {self.deadline} (phases: {phases})"

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.environment import WorkerEnvironment
-from lightning_ntp.strategy.membership import Member, MemberConfig
+from lightning_ntp.strategy.generation import MemberConfig
+from lightning_ntp.strategy.membership import Member
 from lightning_ntp.testing import FaultScript
 
 _MEMBER: list[Member] = []

@@ -9,7 +9,8 @@ from typing import Any
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.config import RecoveryConfig
-from lightning_ntp.strategy.supervisor import Supervisor, SupervisorConfig
+from lightning_ntp.strategy.supervisor import Supervisor
+from lightning_ntp.strategy.supervisor_config import SupervisorConfig
 
 
 class WorkerLauncher:

@@ -19,17 +19,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
-from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_ntp.errors import ConfigError, PlanMismatchError, RankLostError
+from lightning_ntp.errors import PlanMismatchError, RankLostError
 from lightning_ntp.strategy import _torch_private, rendezvous
+from lightning_ntp.strategy.coordinator import UNWATCHED_PHASES
+from lightning_ntp.strategy.generation import (
+    Decision,
+    FencedError,
+    Generation,
+    GenerationBrokenError,
+    Loss,
+    MemberConfig,
+    Outcome,
+)
+from lightning_ntp.strategy.life_signs import StepClock, being_debugged
 from lightning_ntp.strategy.sockets import GroupSockets
 from lightning_ntp.testing import FaultScript
 
@@ -37,80 +46,6 @@ _log = logging.getLogger(__name__)
 
 
 _TRANSPORT_WORDS = ("connection", "gloo", "nccl", "socket", "timed out", "broken pipe")
-
-
-class GenerationBrokenError(RankLostError):
-    """The generation that this call belongs to has lost a member. Call `Member.join` outside of the ``except`` block."""
-
-
-class FencedError(RankLostError):
-    """The others have gone on without this worker. It must end; what it holds may be old."""
-
-
-class Outcome(StrEnum):
-    """What all members do with a step."""
-
-    COMMIT = "commit"
-    SKIP = "skip"
-    ABORT = "abort"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Result of a vote, equal on all members. regroup: after acting on it everybody calls `Member.join` again."""
-
-    outcome: Outcome
-    regroup: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MemberConfig:
-    """Times of a member.
-
-    heartbeat_seconds: between two signs of life.
-    group_timeout_seconds: of the process groups; only a last resort, the watcher frees blocked calls much earlier.
-    confirm_seconds: how long the supervisor may take to confirm that a failed collective means a lost peer.
-    """
-
-    backend: str = "gloo"
-    heartbeat_seconds: float = 0.25
-    group_timeout_seconds: float = 1800.0
-    confirm_seconds: float = 5.0
-
-    def __post_init__(self) -> None:
-        for name in ("heartbeat_seconds", "group_timeout_seconds", "confirm_seconds"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"MemberConfig.{name} is {getattr(self, name)}: wanted more than 0")
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Who is in, in the order of global ranks, and what each said when it joined. Survivors come before newcomers."""
-
-    number: int
-    worker: int
-    members: tuple[int, ...]
-    infos: tuple[Any, ...]
-    agree_seconds: float
-    connect_seconds: float
-    fenced: Mapping[int, str] = field(default_factory=dict)  # everybody who was ever lost, and why
-
-    def who_said(self) -> tuple[tuple[int, Any], ...]:
-        """(member, its info) of all."""
-        return tuple(zip(self.members, self.infos, strict=True))
-
-    @property
-    def global_rank(self) -> int:
-        return self.members.index(self.worker)
-
-    @property
-    def num_members(self) -> int:
-        return len(self.members)
-
-    @property
-    def leader(self) -> int:
-        """The lowest live worker."""
-        return min(self.members)
 
 
 class Member:
@@ -136,7 +71,7 @@ class Member:
         self.generation: Generation | None = None
         self.groups = GroupSockets()
         self.broken_at_seconds: float | None = None  # time.monotonic() at which the loss was heard of
-        self.why_broken = ""  # the supervisor's words for it
+        self.loss: Loss | None = None  # how the last broken generation ended
         self._exit_process = exit_process
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -153,6 +88,10 @@ class Member:
         self._regroup_wanted = False
         self._progress = 0
         self._phase = "start"
+        self._steps = StepClock(time.monotonic)
+        self._leave_why = ""
+        self._leave_told = False
+        self._main_thread = threading.get_ident()
         self._threads = [
             threading.Thread(target=self._until_supervisor_is_gone, args=(body,), name=f"ntp-{name}", daemon=True)
             for name, body in (("watch", self._watch), ("heartbeat", self._beat))
@@ -160,6 +99,11 @@ class Member:
         for thread in self._threads:
             thread.start()
         atexit.register(self.close)
+
+    @property
+    def why_broken(self) -> str:
+        """The supervisor's words for how the last broken generation ended."""
+        return self.loss.why if self.loss else ""
 
     # The other threads.
 
@@ -175,9 +119,16 @@ class Member:
         beats = 0
         while not self._closed.wait(self.config.heartbeat_seconds if beats else 0.0):
             beats += 1
-            sign = {"beats": beats, "progress": self._progress, "phase": self._phase}
+            phase = "debugger" if being_debugged(self._main_thread) else self._phase
+            sign = {"beats": beats, "progress": self._progress, "phase": phase} | self._steps.sign()
             rendezvous.put_json(self._beat_store, f"heartbeat/{self.worker}", sign)
-            self._beat_store.check(["job"])  # a write to a dead server goes unnoticed, a question does not
+            # A write to a dead server goes unnoticed, a question does not.
+            if self._beat_store.check([f"leave/{self.worker}"]) and not self._leave_why:
+                self._leave_why = str(rendezvous.get_json(self._beat_store, f"leave/{self.worker}"))
+            elif self._leave_why and not self._leave_told:
+                self._leave_told = True
+                rendezvous.put_json(self._beat_store, f"leave/{self.worker}", self._leave_why)
+                self._beat_store.add("leaves", 1)
 
     def _watch(self) -> None:
         """Waits for the end of each generation. The server pushes it: no polling, and no timeouts, which torch logs."""
@@ -191,14 +142,14 @@ class Member:
                 return
             end = rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")
             if end["broken"]:
-                self._break(seen, end.get("why", ""))
+                self._break(seen, Loss(tuple(end.get("workers", ())), end.get("why", "")))
 
-    def _break(self, number: int, why: str) -> None:
+    def _break(self, number: int, loss: Loss) -> None:
         """Frees the main thread, wherever it waits: for a decision, in a collective, or while groups are made."""
         with self._lock:
             if number != self._number or self._broken.is_set():
                 return
-            self.broken_at_seconds, self.why_broken = time.monotonic(), why
+            self.broken_at_seconds, self.loss = time.monotonic(), loss
             self._broken.set()
             if self._open_vote is not None:
                 _decide(self._watch_store, self._open_vote, {"outcome": Outcome.ABORT})
@@ -208,13 +159,15 @@ class Member:
 
     # Joining.
 
-    def join(self, info: Any = None) -> Generation:
+    def join(self, info: Any = None, regroup: bool = False) -> Generation:
         """Leaves the current generation and returns when the groups of a new one stand. All survivors.
 
         `info` (JSON) is what the others shall know: the last complete step, for instance. Starts over if a member is
-        lost meanwhile. `FencedError` if the others have given this worker up.
+        lost meanwhile. `FencedError` if the others have given this worker up. regroup: nobody is lost and no vote has
+        asked for it, all members have agreed to re-form here.
         """
-        if self._regroup_wanted:
+        self._steps.pause()
+        if self._regroup_wanted or regroup:
             self._store.add(f"regrouping/{self._number}", 1)
             self._regroup_wanted = False
         while True:
@@ -237,6 +190,7 @@ class Member:
                 agree_seconds=agreed - began,
                 connect_seconds=time.monotonic() - agreed,
                 fenced={int(worker): why for worker, why in world["fenced"].items()},
+                leaving=tuple(world["leaving"]),
             )
             return self.generation
 
@@ -301,6 +255,8 @@ class Member:
         """Tells the supervisor, with the next heartbeat, that the main thread has reached `phase`. Local."""
         self._progress += 1
         self._phase = phase
+        if phase in UNWATCHED_PHASES:
+            self._steps.pause()
 
     def confirm_loss(self, error: BaseException) -> bool:
         """Whether `error` means that a peer is gone, so that the caller should `join`. If not, it is a bug: raise it.
@@ -318,6 +274,13 @@ class Member:
             return self._broken.wait(min(0.5, self.config.confirm_seconds))
         self._store.add(f"doubt/{self._number}", 1)
         return self._broken.wait(self.config.confirm_seconds)
+
+    def call_off(self, why: str) -> None:
+        """Breaks this generation without a loss: all members are freed and join again, `Member.loss` tells them why.
+
+        For a collective that failed although everybody lives, as when one member has left out a call.
+        """
+        rendezvous.put_json(self._store, f"called-off/{self._number}", f"worker {self.worker}: {why}")
 
     def agree(
         self, step: int, attempt: int = 0, ballot: Outcome = Outcome.COMMIT, fault_phase: str | None = "vote"
@@ -349,6 +312,8 @@ class Member:
         if decision["outcome"] == "mismatch":
             raise PlanMismatchError(f"step {step}: some members voted to commit, others to skip; nothing was updated")
         self._forget_votes(generation, vote)
+        if fault_phase == "vote":
+            self._steps.commit()
         self._regroup_wanted = bool(decision["regroup"])
         return Decision(Outcome(decision["outcome"]), self._regroup_wanted)
 
@@ -374,6 +339,24 @@ class Member:
     def request_worker(self) -> None:
         """Asks the supervisor to start one more worker; it is taken in at a step boundary. Call it on one member."""
         self._store.add("respawn", 1)
+
+    def request_leave(self, why: str) -> None:
+        """Asks for this worker's planned leave; may be called in a signal handler. See `leave_requested`."""
+        self._leave_why = self._leave_why or why
+
+    def leave_requested(self) -> str:
+        """Why this worker shall leave at a step boundary ("drain", the name of a signal, ...); "" if it shall not.
+
+        The next vote then says `regroup` to everybody. All join; the new `Generation.leaving` names the leavers. Their
+        state is handed out; then they call `leave`, and the others join once more with ``regroup=True``.
+        """
+        return self._leave_why
+
+    def leave(self) -> None:
+        """Ends this worker's membership for good, without being a loss. Call it when the others join again."""
+        rendezvous.put_json(self._store, f"left/{self.worker}", True)
+        self._store.add("leaves", 1)
+        self.close()
 
     def report_error(self, error: BaseException) -> None:
         """Ends the job with this exception of user code as its cause."""

@@ -28,7 +28,8 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_ntp.errors import PlanMismatchError, PoisonBatchError
 from lightning_ntp.strategy.events import LossEvent, Observers, RecoveryEvent
-from lightning_ntp.strategy.membership import Decision, Generation, Member, Outcome
+from lightning_ntp.strategy.generation import Decision, Generation, Outcome
+from lightning_ntp.strategy.membership import Member
 
 Done = TypeVar("Done")
 

@@ -10,8 +10,8 @@ from lightning_ntp.errors import PlanMismatchError, UnrecoverableError
 from lightning_ntp.next_topology import next_topology
 from lightning_ntp.strategy.base import fabric_of
 from lightning_ntp.strategy.control import gather_everyone
+from lightning_ntp.strategy.generation import Generation
 from lightning_ntp.strategy.loading import Loading
-from lightning_ntp.strategy.membership import Generation
 from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.screen import layout
 from lightning_ntp.strategy.stepping import Stepping

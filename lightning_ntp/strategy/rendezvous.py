@@ -31,7 +31,13 @@ EXIT_LOST = 76
 """A worker that must leave by itself (a CUDA error of its own) ends with this code: a loss, not a failure of the program."""
 
 EXIT_NO_SUPERVISOR = 75
-"""A worker whose supervisor is gone ends with this code."""
+"""A worker or a node whose first supervisor (the one with the store) is gone ends with this code: requeue the job."""
+
+EXIT_TOO_MANY_RECOVERIES = 77
+"""The supervisor ends a job that loses workers too often with this code, after asking the members to save."""
+
+EXIT_SAVED = 78
+"""A worker, and with it the job, ends with this code when it was asked to leave and has saved its state: requeue it."""
 
 LOOPBACK = "127.0.0.1:0"
 """Where a store listens unless told otherwise: nobody outside this machine can reach it; port 0 = any free one."""
@@ -86,7 +92,9 @@ class JobAddress:
         wanted = (ENV_STORE_ENDPOINT, ENV_JOB_TOKEN, ENV_WORKER_ID)
         for name in wanted:
             if name not in environ:
-                raise ConfigError(f"{name} is not set: this process was not started by a supervisor; run the script itself")
+                raise ConfigError(
+                    f"{name} is not set: this process was not started by a supervisor; run the script itself"
+                )
         if not environ[ENV_WORKER_ID].isdigit():
             raise ConfigError(f"{ENV_WORKER_ID}={environ[ENV_WORKER_ID]!r}: wanted a whole number")
         return cls(

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 @dataclass(slots=True)
 class SignalWatch:
-    """While open, SIGINT, SIGTERM and SIGHUP are collected in `pending` and make `wake` readable, nothing else.
+    """While open, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are collected in `pending` and make `wake` readable, nothing else.
 
     Outside the main thread Python cannot handle signals; then this does nothing.
     """
@@ -30,7 +30,7 @@ class SignalWatch:
         self.wake.setblocking(False)
         self._sender.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._note)
         return self
 

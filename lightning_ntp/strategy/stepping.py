@@ -23,7 +23,7 @@ from lightning_ntp.strategy._lightning_private import as_training, ends_window, 
 from lightning_ntp.strategy.base import StrategyBase
 from lightning_ntp.strategy.data import as_micro_batches
 from lightning_ntp.strategy.events import CommitEvent
-from lightning_ntp.strategy.membership import Decision, Outcome
+from lightning_ntp.strategy.generation import Decision, Outcome
 from lightning_ntp.strategy.replay import nothing, remember_step
 from lightning_ntp.strategy.weights import weigh
 from lightning_ntp.strategy.window import LoopBatch

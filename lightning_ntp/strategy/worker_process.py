@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Protocol
 
@@ -73,8 +74,9 @@ def die_with_parent(parent_pid: int) -> Callable[[], None]:
 class StderrRelay:
     """Passes a worker's stderr on as it comes, but holds a traceback back until it is known whose came first."""
 
-    def __init__(self, write: Callable[[bytes], None]) -> None:
+    def __init__(self, write: Callable[[bytes], None], keep: Callable[[bytes], None] = lambda data: None) -> None:
         self._write = write
+        self._keep = keep  # the worker's log file: everything, at once
         self._held = bytearray()
         self.holding = False
         self.held_since: float | None = None
@@ -82,6 +84,7 @@ class StderrRelay:
 
     def feed(self, data: bytes, now_seconds: float) -> None:
         """Takes what the worker wrote."""
+        self._keep(data)
         self.tail += data
         del self.tail[:-TAIL_BYTES]
         if not self.holding:
@@ -114,7 +117,7 @@ class StderrRelay:
     @property
     def blames_a_peer(self) -> bool:
         """Whether the last words are those of somebody who lost a peer, and so not the cause."""
-        return any(mark in self._held[-4096:] for mark in _PEER_LOSS)
+        return blames_a_peer(bytes(self._held))
 
 
 class WorkerProcess:
@@ -179,6 +182,11 @@ class WorkerProcess:
             self.stderr_fd = -1
 
 
+def blames_a_peer(text: bytes) -> bool:
+    """Whether a traceback ends in the complaint of somebody who lost a peer."""
+    return any(mark in text[-4096:] for mark in _PEER_LOSS)
+
+
 def describe_exit(exit_code: int) -> str:
     """``killed by SIGKILL`` or ``exit code 3``."""
     if exit_code >= 0:
@@ -192,3 +200,14 @@ def describe_exit(exit_code: int) -> str:
 def shell_code(exit_code: int) -> int:
     """The exit code a shell would report: 128 + the signal's number for a killed process."""
     return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def write_stderr(data: bytes) -> None:
+    """Writes to this process's stderr, which in a notebook takes text only."""
+    stream = getattr(sys.stderr, "buffer", None)
+    if stream is None:
+        sys.stderr.write(data.decode(errors="replace"))
+    else:
+        sys.stderr.flush()
+        stream.write(data)
+        stream.flush()

@@ -11,10 +11,10 @@ from torch import nn
 
 from lightning_ntp.errors import UnsupportedModelError
 from lightning_ntp.strategy.fsdp import local_of
-from lightning_ntp.strategy.huggingface import plan_model
+from lightning_ntp.strategy.huggingface import plan_model, train_without_cache
 from tests import lightning_jobs as jobs
 from tests.models import KINDS, batch, float64_norms, randomize, tiny
-from tests.test_model_features import EXACT, cut_model, errors, run
+from tests.test_model_features import EXACT, cut_model, errors, packed, run
 from tests.test_trainer_features import BATCH, SIZE, worst
 
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
@@ -47,6 +47,14 @@ def parity_case(rank: int, world: int, kind: str) -> dict[str, float]:
 def test_adapters_follow_the_layout_of_their_base(pool, kind):
     for found in pool.run(parity_case, 4, kind):
         assert {name: error for name, error in found.items() if error > EXACT} == {}
+
+
+def test_packed_sequences_do_not_see_each_other_while_training():
+    twin, model = adapted("llama"), adapted("llama")
+    train_without_cache(model)
+    wanted = twin(**packed(101), use_cache=False).loss
+    assert torch.equal(model(**packed(101)).loss, wanted)
+    assert not torch.equal(twin(**packed(101)).loss, wanted), "else nothing was tried"
 
 
 def dropout_case(rank: int, world: int, kind: str, sizes: dict[str, Any]) -> tuple[dict[str, torch.Tensor], float]:
@@ -92,20 +100,28 @@ class TunedLlama(jobs.TinyLlama):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
 
 
-def fit_case(rank: int, world: int, sizes: Any) -> dict[str, torch.Tensor]:
+def fit_case(rank: int, world: int, sizes: Any, folder: str) -> dict[str, torch.Tensor]:
     with jobs.as_worker(rank, world):
         strategy = jobs.ntp(replica_sizes=sizes)
         trainer = jobs.trainer(strategy, world, gradient_clip_val=0.05, max_steps=3)
         trainer.fit(TunedLlama(), jobs.loader(SIZE, BATCH))
+        strategy.save_pretrained(folder)
+        trainer.save_checkpoint(f"{folder}.ckpt")
         return jobs.whole_state(strategy)
 
 
-def test_three_steps_of_fine_tuning_equal_one_process(pool):
-    state = pool.run(fit_case, 5, [(1, 2), (1, 3)])[0]
+def test_three_steps_of_fine_tuning_equal_one_process_and_plain_peft_loads_the_adapters(pool, tmp_path):
+    state = pool.run(fit_case, 5, [(1, 2), (1, 3)], str(tmp_path / "adapters"))[0]
     twin = TunedLlama()
     with float64_norms():
         jobs.trainer("auto", 1, gradient_clip_val=0.05, max_steps=3).fit(twin, jobs.loader(SIZE, 2 * BATCH))
     assert worst(state, twin) < 1e-9
+    files = {path.name for path in (tmp_path / "adapters").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= files and not any("model-" in name for name in files)
+    loaded = peft.PeftModel.from_pretrained(tiny("llama"), str(tmp_path / "adapters"))
+    named = {f"model.{name}": tensor for name, tensor in loaded.named_parameters() if "lora_" in name}
+    assert named.keys() == {name for name in state if "lora_" in name}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in named.items())
 
 
 @pytest.mark.parametrize(

@@ -44,3 +44,13 @@ def has_dropout(module: nn.Module, adapter: str) -> bool:
     """Whether an adapter of a LoRA layer drops inputs."""
     dropout = module.get_submodule(f"lora_dropout.{adapter}")
     return isinstance(dropout, nn.Dropout) and dropout.p > 0
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is the outer one of a peft model."""
+    return any((cls.__module__, cls.__name__) == ("peft.peft_model", "PeftModel") for cls in type(module).__mro__)
+
+
+def is_adapter(fqn: str) -> bool:
+    """Whether a parameter of a peft model belongs to an adapter and is saved with it."""
+    return any(part.startswith("lora_") or part == "modules_to_save" for part in fqn.split("."))

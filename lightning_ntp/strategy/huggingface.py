@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from lightning_ntp.errors import ConfigError, UnsupportedModelError
 from lightning_ntp.model_spec import ModelPlan, ParamSpec
+from lightning_ntp.strategy.adapters import is_adapted
 from lightning_ntp.strategy.attention_cuts import cut_attention, is_attention
 from lightning_ntp.strategy.cuts import CutState, ParamCut, cut_feed_forward
 from lightning_ntp.strategy.planned import (
@@ -111,9 +112,12 @@ def train_without_cache(model: nn.Module) -> None:
         wanted = module.training or options.get("labels") is not None
         return args, ({"use_cache": False} | options if wanted else options)
 
+    # peft calls the forward of the model inside without its hooks.
+    wrappers: list[Any] = [module for module in model.modules() if is_adapted(module)]
     for outermost in _outermost_models(dict(model.named_modules())).values():
         if "use_cache" in inspect.signature(type(outermost).forward).parameters:
-            outermost.register_forward_pre_hook(say_no, with_kwargs=True)
+            for called in (outermost, *(each for each in wrappers if each.get_base_model() is outermost)):
+                called.register_forward_pre_hook(say_no, with_kwargs=True)
 
 
 def _own_plan(modules: Mapping[str, nn.Module], plan: Literal["auto"] | Mapping[str, str]) -> dict[str, Planned]:

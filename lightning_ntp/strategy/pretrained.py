@@ -33,6 +33,7 @@ from lightning_ntp.dtensor.checkpoint_files import (
     write_synced,
 )
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.adapters import is_adapted, is_adapter
 from lightning_ntp.strategy.fsdp import ShardedModel
 from lightning_ntp.strategy.sources import MODEL
 from lightning_ntp.strategy.whole import takes_part, whole_tensor
@@ -78,6 +79,8 @@ def find_model(module: nn.Module) -> tuple[str, Any]:
     if len(outermost) != 1:
         names = [name for name, _ in outermost]
         raise ConfigError(f"needs one Hugging Face model in {type(module).__name__}, found {names}")
+    if is_adapted(outermost[0][1]):
+        raise ConfigError(f"{outermost[0][0]} is a peft model; strategy.save_pretrained(folder) writes its adapters")
     return outermost[0]
 
 
@@ -159,18 +162,22 @@ def write_weights(entries: Sequence[Entry], tensors: Iterator[torch.Tensor], fol
 def save_pretrained(
     sharded: ShardedModel, module: nn.Module, folder: str | os.PathLike[str], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """See `NTPStrategy.save_pretrained`.
+    """See `NTPStrategy.save_pretrained`; of a peft model its adapters.
 
     Raises:
         ConfigError: not exactly one Hugging Face model in the module.
 
     Collective over the first replica; other workers return at once.
     """
-    prefix, _ = find_model(module)
     if not takes_part(sharded):
         return
     target = Path(folder)
     aside = aside_of(target, secrets.token_hex(4))
+    for name, part in module.named_modules():
+        if is_adapted(part):
+            _save_adapters(sharded, part, name, aside, target)
+            return
+    prefix, _ = find_model(module)
     persistent = module.state_dict().keys()
     buffers = [(name, b) for name, b in module.named_buffers() if name in persistent and _below(name, prefix)]
     chosen = [(spec, parameter) for spec, parameter in sharded.parameters() if _below(spec.fqn, prefix)]
@@ -194,6 +201,21 @@ def save_pretrained(
         _finish(aside, target)
     finally:
         delete(aside)
+
+
+def _save_adapters(sharded: ShardedModel, model: Any, prefix: str, aside: Path, target: Path) -> None:
+    """What peft keeps of its models: adapters and their config. Collective over the first replica."""
+    kept: dict[str, torch.Tensor] = {}
+    for spec, parameter in sharded.parameters():
+        if _below(spec.fqn, prefix) and (parameter.requires_grad or is_adapter(spec.fqn)):
+            kept[_inside(spec.fqn, prefix)] = whole_tensor(sharded, spec, parameter).cpu()
+    if sharded.groups.worker == sharded.groups.leader:
+        aside.mkdir(parents=True)
+        try:
+            model.save_pretrained(aside, state_dict=kept)
+            _finish(aside, target)
+        finally:
+            delete(aside)
 
 
 def _inside(name: str, prefix: str) -> str:

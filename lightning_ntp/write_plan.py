@@ -9,6 +9,7 @@ every rectangle costs a header.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -49,23 +50,33 @@ def written_cells(
     if spec.dim is None:
         own, party = spec.cell(at), Party(replica, at.role)  # every role holds it: they share the work
     parties = _parties(spec, topology)
-    turn = (index * _GOLDEN >> 16) % len(parties)  # scattered: layers repeat, so counting would favour the same ones
-    order = parties[turn:] + parties[:turn]
-    if spec.numel < small_numel:
-        order = order[:1]
-    names = [name for name, _ in order]
-    if party not in names:
-        return ()
-    ends = [0, *accumulate(weight for _, weight in order)]
-    first, last = ends[names.index(party)], ends[names.index(party) + 1]
-    found = []
-    for cell in _reference_cells(spec, topology):
+    found, alone = [], spec.numel < small_numel
+    for number, cell in enumerate(_reference_cells(spec, topology)):
+        start, stop = _share(parties, party, index, 0 if alone else number, alone)
         length = total_length(cell.rows)
-        rows = slice_storage(cell.rows, length * first // ends[-1], length * last // ends[-1])
+        rows = slice_storage(cell.rows, int(length * start), int(length * stop))
         part = Cell(_common(own.rows, rows), _common(own.columns, cell.columns))
         if part.numel:
             found.append(part)
     return tuple(found)
+
+
+def _share(
+    parties: list[tuple[Party, int]], party: Party, index: int, number: int, alone: bool
+) -> tuple[Fraction, Fraction]:
+    """Which part of a cell's rows a party writes, as fractions.
+
+    Who comes first changes from cell to cell: the roles of another replica hold the cell's rows in pieces of unequal size.
+    """
+    scattered = (index + number) * _GOLDEN >> 16  # layers repeat, so counting would favour the same ones
+    if alone:
+        tickets = [name for name, weight in parties for _ in range(weight)]
+        return Fraction(0), Fraction(int(tickets[scattered % len(tickets)] == party))
+    turn = scattered % len(parties)
+    order = parties[turn:] + parties[:turn]
+    ends = [0, *accumulate(weight for _, weight in order)]
+    at = [name for name, _ in order].index(party)
+    return Fraction(ends[at], ends[-1]), Fraction(ends[at + 1], ends[-1])
 
 
 def _parties(spec: ParamSpec, topology: Topology) -> list[tuple[Party, int]]:

@@ -36,6 +36,7 @@ class WindowState:
         sent_elements: elements this worker has sent inside its replica since `begin`, padding not counted.
         order: buckets exchanged since `begin`.
         used: names of the parameters that have had a gradient since `begin`.
+        on_exchange: called with a bucket's number before its exchange.
     """
 
     is_last_micro_batch: bool = True
@@ -44,6 +45,7 @@ class WindowState:
     order: list[int] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     held: list[tuple[torch.cuda.Event, torch.Tensor]] = field(default_factory=list)
+    on_exchange: Callable[[int], None] = lambda index: None
 
     def begin(self) -> None:
         """Forget the last window."""
@@ -123,6 +125,7 @@ class BucketSync:
             flat += self._accumulated
             self._accumulated = None
         self.window.order.append(self.index)
+        self.window.on_exchange(self.index)
         self._reduce(flat)
         self.window.hold(flat)
 

@@ -123,6 +123,12 @@ def halves_of_run(loop: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
 def stop_sigterm_broadcasts(trainer: Any) -> None:
     """Lightning broadcasts a flag before every batch and swallows errors: a dead peer would be hidden, or hang everybody."""
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
+    connector = trainer._signal_connector
+
+    def note(signum: int, frame: Any) -> None:
+        connector.received_sigterm = True
+
+    connector._sigterm_notifier_fn = note  # it would start a collective in the middle of whatever runs
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class RecoveryConfig:
         checkpoint: how the last resort is written.
     """
 
-    enabled: bool = False
+    enabled: bool = True
     batch_policy: Literal["keep", "shrink"] = "keep"
     hang_seconds: float = 600.0
     checkpoint: CheckpointConfig = CheckpointConfig()

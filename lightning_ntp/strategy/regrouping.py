@@ -6,15 +6,21 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ntp.errors import PlanMismatchError, UnrecoverableError
+import torch
+
+from lightning_ntp.errors import PlanMismatchError
 from lightning_ntp.next_topology import next_topology
 from lightning_ntp.strategy.base import fabric_of
-from lightning_ntp.strategy.control import gather_everyone
+from lightning_ntp.strategy.control import ControlPlane, gather_everyone
 from lightning_ntp.strategy.generation import Generation
+from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.loading import Loading
+from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.screen import layout
+from lightning_ntp.strategy.state import rebuild
 from lightning_ntp.strategy.stepping import Stepping
+from lightning_ntp.topology import Topology
 
 
 class Regrouping(Stepping, Loading):
@@ -64,7 +70,17 @@ class Regrouping(Stepping, Loading):
         """New groups, and this worker's cells of the new topology; bytes received. All members."""
         if self._runner is None:
             return 0
-        raise UnrecoverableError("the cells of a running fit cannot be moved to other workers; resume from its last checkpoint")
+        member, generation = self._own_member(), regroup.generation
+        topology: Topology = regroup.topology
+        with member.groups:
+            groups = Groups(topology, member.worker, self.root_device.type, generation.members)
+        steps = {worker: info["step"] for worker, info in generation.who_said()}
+        with torch.inference_mode(False):
+            report = rebuild(self.sharded, self.optimizers, groups, steps, agree=agree)
+        self._topology = topology
+        self.runner.control = ControlPlane(groups, self.root_device)
+        self._held_step = report.step
+        return report.received_bytes
 
     def resume(self, regroup: Regroup) -> None:
         """Loaders of the new data rows, and the open window up to where this worker was in it. All members."""
@@ -79,3 +95,8 @@ class Regrouping(Stepping, Loading):
         first = trainer.fit_loop.batch_idx if self._open_window is None else self._open_window.first_batch
         last = first + trainer.accumulate_grad_batches - 1
         return f"Look at loop batches {first} to {last} of epoch {trainer.current_epoch}, global order of seed {self._seed}"
+
+    def _own_member(self) -> Member:
+        if self.recovery.member is None:
+            raise RuntimeError("recovery is off")
+        return self.recovery.member

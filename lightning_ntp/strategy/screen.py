@@ -40,7 +40,7 @@ def first_screen(sharded: ShardedModel, choice: ShapeChoice, strategy: Any, modu
         ("precision", precision),
         ("attention", attention(module)),
         ("versions", ", ".join(f"{n} {version(n)}" for n in ("torch", "lightning", "transformers"))),
-        ("survives", survives(sharded.groups.topology, strategy.config.recovery.enabled)),
+        ("survives", survives(sharded.groups.topology, strategy.recovery.member is not None)),
     ]
     if choice.alternatives:
         rows.insert(2, ("other layouts", "; ".join(choice.alternatives)))
@@ -120,9 +120,9 @@ def device_name(device: torch.device) -> str:
 def survives(topology: Topology, recovery: bool) -> str:
     """Which losses leave a job that can go on."""
     if not recovery:
-        return "nothing: recovery is off, the first failure ends the job"
+        return "nothing: recovery is off, or another launcher ends the job itself; the first failure ends it"
     if len(topology.replicas) == 1:
-        return "a loss only where its state has another holder; two replicas survive any single loss"
+        return "nothing: one replica, so nobody else holds what is lost; num_replicas=2 would survive any single loss"
     return "the loss of any one worker"
 
 

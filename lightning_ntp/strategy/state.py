@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ def rebuild(
     held_steps: Mapping[int, int | None],
     *,
     batch_bytes: int = BATCH_BYTES,
+    agree: Callable[[], object] = lambda: None,
 ) -> MoveReport:
     """Go on with the model under another topology: same module, same optimizers, same values.
 
@@ -75,6 +76,8 @@ def rebuild(
         held_steps: for each worker of the new topology and each spare, the optimizer step at which the state it holds is complete;
             None: it holds nothing. Only holders of the highest step are sources.
         batch_bytes: most that a worker sends or receives in one exchange.
+        agree: called once all new cells of this worker are complete and before they replace the old ones, which is local: a vote
+            that raises on all if somebody was lost meanwhile, so that the state has moved for all or for nobody.
 
     Gradients are dropped. A worker without a role in the new topology gives its storage up.
 
@@ -102,6 +105,7 @@ def rebuild(
     for batch in exchanges:
         mover.exchange(batch)
     _send_buffers(sharded, job, groups)
+    agree()
     if not job.holds:
         held.follow(inner, job.record)
     if groups.has_role:

@@ -128,8 +128,13 @@ class Stepping(StrategyBase):
 
     def _run_loop_batch(self, ends: bool, closure: Callable[[], Any] | None, again: Callable[[Any], Any]) -> Any:
         trainer, runner = self.lightning_module.trainer, self.runner
+        self.sharded.window.on_exchange = self._on_exchange
         runner.begin(float(self._num_healthy_rows * trainer.accumulate_grad_batches))
         return runner.run(trainer, self.lightning_module, self._taken_batch(), ends, closure, again)
+
+    def _on_exchange(self, index: int) -> None:
+        if index == len(self.sharded.buckets) // 2:  # amid backward: some buckets are summed, some are not
+            self.recovery.fire("sync")
 
     def _again(self, micro_batch: Any) -> Any:
         return self.training_step(micro_batch, *self._step_arguments)

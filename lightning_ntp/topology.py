@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -175,6 +176,12 @@ class Topology:
         grid = self.replicas[replica].grid
         position = self.roles(len(grid[0])).index(slot.role)
         return grid[slot.fsdp * len(grid) // self.sync_fsdp_size][position]
+
+    @property
+    def digest(self) -> str:
+        """Equal on two workers exactly when their topologies are; to be compared before groups are made of them."""
+        whole = (self.num_roles, self.loss_order, tuple(replica.grid for replica in self.replicas), self.spares)
+        return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
     def without(self, worker: int) -> Topology:
         """The topology after `worker` is lost and its replica goes on with one role less.

@@ -62,13 +62,16 @@ def launch(
         float, typer.Option(help="a standstill is at least this long (and 10 median steps)")
     ] = 60.0,
     logs: Annotated[Path | None, typer.Option(help="log folder (default: ntp_logs/<run>)")] = None,
+    exit_file: Annotated[Path | None, typer.Option(help="node 0 writes the job's exit code there, for batch scripts")] = None,
 ) -> None:
     """Runs a script once per GPU under a supervisor. Several nodes: the same on each, with the same NTP_JOB_TOKEN."""
     from lightning_ntp.strategy.launching import LaunchOptions, plan_launch, script_command
 
     with _plain_errors():
         command = script_command(script, arguments or [])
-        options = LaunchOptions(workers, nodes, node_rank, endpoint, join, recovery, max_respawns, hang_seconds, logs)
+        options = LaunchOptions(
+            workers, nodes, node_rank, endpoint, join, recovery, max_respawns, hang_seconds, logs, exit_file
+        )
         code = plan_launch(options, os.environ).run(command)
     raise typer.Exit(code)
 

@@ -176,7 +176,7 @@ def test_a_notebook_is_told_to_run_a_script(monkeypatch):
 
 
 def test_several_nodes_need_an_outer_launcher():
-    with pytest.raises(ConfigError, match=r"torchrun \(--nnodes=2 --nproc-per-node=8\)"):
+    with pytest.raises(ConfigError, match=r"`ntp launch --nodes 2 --node-rank K .* --workers 8`"):
         WorkerLauncher.for_job(8, 2, RecoveryConfig())
 
 

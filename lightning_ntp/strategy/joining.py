@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import torch
@@ -11,8 +12,11 @@ from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.generation import MemberConfig
+from lightning_ntp.strategy.launcher import why_no_recovery
 from lightning_ntp.strategy.membership import Member
 from lightning_ntp.testing import FaultScript
+
+_log = logging.getLogger(__name__)
 
 _MEMBER: list[Member] = []
 """This process's member; a second Trainer in the same script goes on with it."""
@@ -36,6 +40,8 @@ def enter(environment: WorkerEnvironment, device: torch.device, config: Recovery
         if address.recovery:
             _MEMBER.append(_join(address, backend, device, config))
             return _MEMBER[0]
+    if config.is_on(os.environ) and environment.global_rank() == 0 and (why := why_no_recovery(os.environ)):
+        _log.warning("recovery is off: %s", why)
     os.environ.setdefault("MASTER_ADDR", environment.main_address)  # SLURM: known to Lightning's environment only
     os.environ.setdefault("MASTER_PORT", str(environment.main_port))
     rank, world = environment.global_rank(), environment.world_size()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.config import RecoveryConfig
+from lightning_ntp.strategy.gpus import visible_gpus
+from lightning_ntp.strategy.job_log import new_run_folder
+from lightning_ntp.strategy.rendezvous import ENV_RECOVERY, ENV_STORE_ENDPOINT
 from lightning_ntp.strategy.supervisor import Supervisor
 from lightning_ntp.strategy.supervisor_config import SupervisorConfig
 
@@ -37,8 +40,9 @@ class WorkerLauncher:
             return None
         if num_nodes > 1:
             raise ConfigError(
-                f"num_nodes={num_nodes}: start the script on each node with torchrun (--nnodes={num_nodes} "
-                f"--nproc-per-node={num_devices}) or srun; a plain `python` starts workers on one node only"
+                f"num_nodes={num_nodes}: start the script on each node with `ntp launch --nodes {num_nodes} --node-rank K "
+                f"--endpoint HOST:PORT --workers {num_devices}`, or `srun ntp launch`; torchrun works as well, without "
+                f"recovery; a plain `python` starts workers on one node only"
             )
         if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
             raise ConfigError(
@@ -52,19 +56,33 @@ class WorkerLauncher:
 
         What follows in the script runs in the workers.
         """
-        supervisor = Supervisor(
-            worker_command(),
-            self.num_workers,
-            recovery=self.recovery.is_on(os.environ),
-            config=SupervisorConfig(patience=self.recovery.patience),
+        recovery, gpus = self.recovery.is_on(os.environ), visible_gpus(os.environ)
+        config = SupervisorConfig(
+            patience=self.recovery.patience,
+            log_folder=new_run_folder(os.environ) if recovery else None,
+            gpus=gpus if len(gpus) == self.num_workers else (),  # else only the Trainer knows which ones it wants
         )
-        code = supervisor.run()
+        code = Supervisor(worker_command(), self.num_workers, recovery=recovery, config=config).run()
         if trainer is not None:
             trainer.callbacks = []  # they have never been set up here, and Lightning tells them of the SystemExit
         raise SystemExit(code)
 
     def kill(self, signum: Any) -> None:
         """The supervisor passes signals on by itself."""
+
+
+def why_no_recovery(environ: Mapping[str, str]) -> str:
+    """Why a job that wants to survive losses cannot under the launcher that started it; "" under our own or none."""
+    if ENV_STORE_ENDPOINT in environ:
+        return "" if environ.get(ENV_RECOVERY) == "on" else f"{ENV_RECOVERY} is off"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return (
+            "torchrun ends all workers as soon as one dies: a loss restarts the job from its last checkpoint. "
+            "Start it with `ntp launch` to go on in place"
+        )
+    if "SLURM_PROCID" in environ:
+        return "srun started the workers without a supervisor: start them with `srun ntp launch` to go on after a loss"
+    return ""
 
 
 def worker_command() -> tuple[str, ...]:

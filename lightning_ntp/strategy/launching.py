@@ -30,6 +30,7 @@ class LaunchOptions:
 
     num_workers: on this node; default: one per visible GPU. endpoint: HOST:PORT of the store, on the first node.
     join: this node or worker is added to a job that runs. max_respawns: replacements of lost workers, over the job.
+    exit_file: the first node writes the job's exit code there: srun's own is that of a node that was lost.
     """
 
     num_workers: int | None = None
@@ -41,6 +42,7 @@ class LaunchOptions:
     max_respawns: int = 8
     hang_seconds: float = 60.0
     log_folder: Path | None = None
+    exit_file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,15 @@ class LaunchPlan:
     num_workers: int
     config: SupervisorConfig
     recovery: bool
+    exit_file: Path | None = None
 
     def run(self, command: Sequence[str]) -> int:
         """Supervises until the job has ended; the exit code."""
         if self.node == 0:
-            return Supervisor(command, self.num_workers, recovery=self.recovery, config=self.config).run()
+            code = Supervisor(command, self.num_workers, recovery=self.recovery, config=self.config).run()
+            if self.exit_file is not None:
+                self.exit_file.write_text(f"{code}\n")
+            return code
         return NodeAgent(command, self.num_workers, node=self.node, config=self.config).run()
 
 
@@ -71,6 +77,7 @@ def plan_launch(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchPla
     task = SlurmTask.from_env(environ)
     if options.join:
         return _plan_join(options, environ)
+    recovery = options.recovery and environ.get(rendezvous.ENV_RECOVERY) != "off"
     num_nodes = options.num_nodes or (task.num_tasks if task else 1)
     node = options.node_rank if options.node_rank is not None else (task.number if task else 0)
     if not 0 <= node < num_nodes:
@@ -96,7 +103,7 @@ def plan_launch(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchPla
         listen=endpoint,
         token=token,
         patience=Patience(progress_floor_seconds=options.hang_seconds),
-        respawn=RespawnConfig(max_respawns=options.max_respawns if options.recovery else 0),
+        respawn=RespawnConfig(max_respawns=options.max_respawns if recovery else 0),
         members_expected=False,
         num_nodes=num_nodes,
         log_folder=options.log_folder or new_run_folder(environ),
@@ -104,7 +111,7 @@ def plan_launch(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchPla
         identity=task.identity if task else {},
         hidden=HIDDEN if task else (),
     )
-    return LaunchPlan(node, num_workers, config, options.recovery)
+    return LaunchPlan(node, num_workers, config, recovery, options.exit_file)
 
 
 def _plan_join(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchPlan:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from lightning_ntp.strategy.clipping import clip_by_norm_, global_norm
 from lightning_ntp.strategy.fsdp import ShardedModel, local_of, park_model, shard_model
@@ -94,6 +95,18 @@ class ShardedJob:
             self.loss = torch.zeros_like(total)
         dist.all_reduce(self.loss, group=self.groups.live)
         return self.loss
+
+    @torch.no_grad()
+    def logits_error(self, twin: Twin, batch: Batch) -> torch.Tensor:
+        """Largest error of this data row's training logits on its share, on all workers, relative to the largest logit."""
+        mine = uneven_shares(len(batch["labels"]), len(self.topology.data_rows))[self.topology.data_row(self.worker)]
+        ids = batch["input_ids"][mine]
+        wanted = twin.model(input_ids=ids, use_cache=False).logits
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        worst = (whole - wanted).abs().max() / wanted.abs().max()
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.groups.live)
+        return worst
 
     def step(self, batch: Batch, max_norm: float | None = 0.5) -> torch.Tensor:
         """One AdamW step with clipping; returns the norm before it."""

@@ -39,8 +39,22 @@ CASES = {
         (0, 1),
         (1, 1),
     ),
+    **{
+        f"{kind} {name}": (kind, {}, shapes, order, (1, 2))
+        for name, shapes, order in (("2x2 + 2x1 again", [(2, 2), (2, 1)], (0,)), ("3x1 + 2x1 again", [(3, 1), (2, 1)], ()))
+        for kind in ("llama", "qwen3", "gpt2", "phi3")
+    },
+    **{
+        f"{kind} 14 heads over 3": (
+            kind, {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 28, "head_dim": 2}, [(1, 3), (1, 2)],
+            (1, 0), (1, 1),
+        )
+        for kind in ("qwen3", "gpt2", "phi3")
+    },
     "gpt2 vocab 50257 over 3": ("gpt2", {"vocab_size": 50257}, [(1, 3), (1, 2)], (0, 1), (1, 1)),
 }  # fmt: skip
+
+FULL = {name for name in CASES if name.endswith((" again", "14 heads over 3"))}
 
 
 def gradients_and_steps(rank, world, case, num_steps):
@@ -56,8 +70,9 @@ def gradients_and_steps(rank, world, case, num_steps):
         job = ShardedJob(model, topology, rank, micro_batches)
         twin = Twin(tiny(kind, **overrides))
         data = batch(model.config.vocab_size, 11, 9, seed=1)
+        logits = job.logits_error(twin, data)
         loss, wanted = job.backward(data), twin.backward(data)
-        report = {"loss": abs(loss - wanted).item(), "gradient": job.errors(twin, lambda p: p.grad)}
+        report = {"logits": logits.item(), "loss": abs(loss - wanted).item(), "gradient": job.errors(twin, lambda p: p.grad)}
         norms = []
         for step in range(num_steps):
             data = batch(model.config.vocab_size, 11, 9, seed=2 + step)
@@ -75,11 +90,17 @@ def gradients_and_steps(rank, world, case, num_steps):
     return report
 
 
-@pytest.mark.parametrize("name", CASES)
+def is_full(name):
+    """The same shape with another model is left to `make test-full`."""
+    return pytest.param(name, marks=pytest.mark.full) if name in FULL else name
+
+
+@pytest.mark.parametrize("name", [is_full(name) for name in CASES])
 def test_gradients_losses_and_five_adamw_steps_equal_one_process(pool, name):
     case = CASES[name]
     world = sum(f * t for f, t in case[2])
     report = pool.run(gradients_and_steps, world, case, 5)[0]
+    assert report["logits"] < TOLERANCE
     assert report["loss"] < TOLERANCE
     assert report["norm"] < TOLERANCE
     for what in ("gradient", "parameter", "exp_avg", "exp_avg_sq"):

@@ -133,6 +133,21 @@ def test_attention_kernels_packing_and_checkpointing(
         assert not wrong, (rank, wrong)
 
 
+def flex_case(rank: int, world: int) -> tuple[dict[str, float], str]:
+    twin, model = (tiny("llama", attn_implementation="flex_attention").float() for _ in range(2))
+    cut_model(model, rank, world)
+    return evaluation_errors(twin, model, batch(101, 2, 7)), model.config._attn_implementation
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_flex_attention_is_left_as_it_is(pool: WorkerPool) -> None:
+    """Forward only: torch has no backward of it on CPU, and flash attention needs a GPU."""
+    for found, kernel in pool.run(flex_case, 4, timeout=500):
+        assert kernel == "flex_attention"
+        assert max(found.values()) < 1e-5
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_sequences_do_not_see_each_other(attention: str) -> None:
     """The reference of the packed cases is right itself: each sequence has the logits that it has alone."""

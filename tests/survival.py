@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import RandomSampler
 
 from lightning_ntp.strategy.config import RecoveryConfig
@@ -87,7 +88,12 @@ def train(address: JobAddress, log: Log) -> None:
         module = Recorded(**settings["model"])
         strategy = jobs.ntp(recovery=RecoveryConfig(True, hang_seconds=40.0), **settings["strategy"])
         strategy.observers.add(Recorder(log, module, strategy))
-        trainer = jobs.trainer(strategy, settings["workers"], **settings["trainer"])
+        options = settings["trainer"]
+        if settings["save_every"]:
+            folder = os.environ["NTP_TEST_FOLDER"]
+            saver = ModelCheckpoint(f"{folder}/saved", "{step}", save_top_k=-1, every_n_train_steps=settings["save_every"])
+            options |= {"callbacks": [saver], "enable_checkpointing": True}
+        trainer = jobs.trainer(strategy, settings["workers"], **options)
         loader = jobs.loader(SIZE, BATCH, shuffle=True)
         validation = jobs.loader(9, BATCH) if settings["validation"] else None
         trainer.fit(module, loader, validation)
@@ -133,6 +139,7 @@ class Run:
         *,
         workers: int = 6,
         validation: bool = False,
+        save_every: int = 0,
         strategy: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
         max_respawns: int = 0,
@@ -146,6 +153,7 @@ class Run:
         settings = {
             "workers": workers,
             "validation": validation,
+            "save_every": save_every,
             "strategy": {"replica_sizes": [3, 3]} | (strategy or {}),
             "model": model or {},
             "trainer": self.options,

@@ -15,7 +15,44 @@ def test_a_run_without_losses_equals_one_process(tmp_path: Path) -> None:
     run.check(set(range(6)))
 
 
-@pytest.mark.parametrize("phase", ["backward"])
-def test_one_killed(phase: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, FaultScript(Fault("kill", 4, phase, 2)))
-    run.check({0, 1, 2, 3, 5})
+def kill(worker: int, phase: str, step: int | None = None) -> Fault:
+    return Fault("kill", worker, phase, step)
+
+
+LOSSES = {
+    "in every part of a step, down to one worker per replica": (
+        [kill(5, "forward", 1), kill(1, "sync", 2), kill(4, "vote", 4), kill(0, "after_commit", 5)],
+        {2, 3},
+    ),
+    "a whole replica in one step, then a role of the other": (
+        [kill(4, "backward", 1), kill(3, "vote", 3), kill(5, "forward", 3), kill(2, "sync", 6)],
+        {0, 1},
+    ),
+    "two at once, of both replicas": ([kill(1, "sync", 2), kill(5, "sync", 2)], {0, 2, 3, 4}),
+    "while the loss of another is made good": (
+        [kill(5, "sync", 1), kill(0, "broken", 1), kill(3, "forward", 4), kill(1, "moving", 4)],
+        {2, 4},
+    ),
+    "while the members regroup and plan": (
+        [kill(5, "sync", 1), kill(0, "connect"), kill(3, "forward", 4), kill(1, "planning", 4)],
+        {2, 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_run_equals_one_that_nothing_happened_to(name: str, tmp_path: Path) -> None:
+    faults, survivors = LOSSES[name]
+    Run(tmp_path, FaultScript(*faults)).check(survivors)
+
+
+def test_losses_in_control_calls_validation_and_checkpoints(tmp_path: Path) -> None:
+    faults = FaultScript(kill(5, "checkpoint", 2), kill(0, "validation", 4), kill(1, "control", 8))
+    run = Run(tmp_path, faults, validation=True, save_every=2)
+    run.check({2, 3, 4})
+    assert {path.name for path in (tmp_path / "saved").glob("*.ckpt")} == {f"step={step}.ckpt" for step in (2, 4, 6, 8)}
+
+
+def test_accumulation_windows_are_replayed_whole(tmp_path: Path) -> None:
+    faults = FaultScript(kill(4, "forward", 1), kill(1, "sync", 2))
+    Run(tmp_path, faults, accumulate_grad_batches=2, max_epochs=2).check({0, 2, 3, 5})

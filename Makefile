@@ -12,11 +12,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ntp-env
 # Seconds after which a hanging suite is ended instead of holding the machine.
 TEST_LIMIT ?= 1500
+CHAOS_MINUTES ?= 30
 
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help env check test test-full demo bench gpu-acceptance
+.PHONY: help env check test test-full demo bench bench-recovery chaos gpu-acceptance
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -46,6 +47,12 @@ demo: $(STAMP) ## fine-tune a small llama on five CPU processes: replicas of deg
 
 bench: $(STAMP) ## step time and memory beside Lightning's own ModelParallelStrategy
 	$(BIN)/python benchmarks/bench_step.py
+
+bench-recovery: $(STAMP) ## kill one of six workers: seconds to the next step, live and by restart from a checkpoint
+	$(BIN)/python -m benchmarks.bench_recovery
+
+chaos: $(STAMP) ## half an hour of random faults over random topologies, each held against a run without any
+	$(BIN)/python -m benchmarks.chaos --minutes $(CHAOS_MINUTES)
 
 gpu-acceptance: $(STAMP) ## for owners of a GPU box: parity, bf16, step time, memory; writes one JSON
 	$(BIN)/python -m benchmarks.gpu_acceptance

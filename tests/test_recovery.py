@@ -24,8 +24,8 @@ LOSSES = {
         [kill(5, "forward", 1), kill(1, "sync", 2), kill(4, "vote", 4), kill(0, "after_commit", 5)],
         {2, 3},
     ),
-    "a whole replica in one step, then a role of the other": (
-        [kill(4, "backward", 1), kill(3, "vote", 3), kill(5, "forward", 3), kill(2, "sync", 6)],
+    "a whole replica, then a role of the other": (
+        [kill(4, "backward", 1), kill(5, "forward", 3), kill(3, "vote", 4), kill(2, "sync", 6)],
         {0, 1},
     ),
     "two at once, of both replicas": ([kill(1, "sync", 2), kill(5, "sync", 2)], {0, 2, 3, 4}),
@@ -56,3 +56,11 @@ def test_losses_in_control_calls_validation_and_checkpoints(tmp_path: Path) -> N
 def test_accumulation_windows_are_replayed_whole(tmp_path: Path) -> None:
     faults = FaultScript(kill(4, "forward", 1), kill(1, "sync", 2))
     Run(tmp_path, faults, accumulate_grad_batches=2, max_epochs=2).check({0, 2, 3, 5})
+
+
+def test_a_step_that_kills_one_worker_after_the_other_stops_the_job(tmp_path: Path) -> None:
+    run = Run(tmp_path, FaultScript(kill(5, "forward", 3), kill(3, "backward", 3)), code=1)
+    said = run.job.printed.decode()
+    assert "PoisonBatchError: step 3 has cost a second worker in the same way (killed by SIGKILL; now [3])" in said
+    assert "Look at loop batches 3 to 3 of epoch 0" in said
+    assert max(line["step"] for line in run.lines("step")) == 2

@@ -14,30 +14,29 @@ def positions(view, row, column, rows, columns):
     return [view.offset + (row + r) * view.columns + column + c for r in range(rows) for c in range(columns)]
 
 
+def moves(plans):
+    """(worker, piece, position in the worker's bucket, position in the slot's buffer) of every element that a plan speaks of."""
+    for worker, plan in plans.items():
+        for piece in (*plan.local, *(p for pieces in plan.outgoing for p in pieces)):
+            host = plans[piece.host]
+            p, at = piece.piece, host.slots.index(piece.slot)
+            size = len(p.rows), len(p.columns)
+            source = positions(plan.cells[piece.param], p.source_row, p.source_column, *size)
+            target = positions(host.slot_views[at][piece.param], p.destination_row, p.destination_column, *size)
+            for s, t in zip(source, target, strict=True):
+                yield worker, piece, s, t
+
+
 def simulate(topology, specs, gradients):
     """Carry all workers' plans out on dicts {flat position: value}; returns the flat buffers afterwards."""
     plans = {worker: plan_sync(specs, topology, worker) for worker in topology.workers}
     slots = defaultdict(lambda: defaultdict(float))
-    for worker, plan in plans.items():
-        for piece in (*plan.local, *(p for pieces in plan.outgoing for p in pieces)):
-            host = plans[piece.host]
-            p, at = piece.piece, host.slots.index(piece.slot)
-            size = len(p.rows), len(p.columns)
-            source = positions(plan.cells[piece.param], p.source_row, p.source_column, *size)
-            target = positions(host.slot_views[at][piece.param], p.destination_row, p.destination_column, *size)
-            for s, t in zip(source, target, strict=True):
-                if piece.adds:
-                    slots[piece.slot][t] += gradients[worker][s]
+    for worker, piece, s, t in moves(plans):
+        if piece.adds:
+            slots[piece.slot][t] += gradients[worker][s]
     after = {worker: dict(flat) for worker, flat in gradients.items()}
-    for worker, plan in plans.items():
-        for piece in (*plan.local, *(p for pieces in plan.outgoing for p in pieces)):
-            host = plans[piece.host]
-            p, at = piece.piece, host.slots.index(piece.slot)
-            size = len(p.rows), len(p.columns)
-            source = positions(plan.cells[piece.param], p.source_row, p.source_column, *size)
-            target = positions(host.slot_views[at][piece.param], p.destination_row, p.destination_column, *size)
-            for s, t in zip(source, target, strict=True):
-                after[worker][s] = slots[piece.slot][t]
+    for worker, piece, s, t in moves(plans):
+        after[worker][s] = slots[piece.slot][t]
     return after
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_ntp.strategy.alerts import AlertConfig
     from lightning_ntp.strategy.callback import ReshardOnGPULossLogic as ReshardOnGPULoss
     from lightning_ntp.strategy.config import CheckpointConfig, RecoveryConfig
+    from lightning_ntp.strategy.hub_models import from_pretrained
     from lightning_ntp.strategy.strategy import NTPStrategyLogic as NTPStrategy
 
 _HOMES = {
@@ -38,6 +39,7 @@ _HOMES = {
     "CheckpointConfig": "strategy.config",
     "RecoveryConfig": "strategy.config",
     "UnevenShard": "dtensor.placement",
+    "from_pretrained": "strategy.hub_models",
     "simulate": "simulator",
 }
 """Public names that need torch or NumPy, and where they live: imported when first asked for, as torch takes seconds."""
@@ -58,6 +60,7 @@ __all__ = [
     "UnevenShard",
     "UnrecoverableError",
     "UnsupportedModelError",
+    "from_pretrained",
     "plan_reshard",
     "simulate",
 ]

@@ -27,8 +27,8 @@ THIRD_PARTY = {
     "kernels": {"torch", "triton"},
     "dtensor": {"torch"},
     "strategy": {
-        "torch", "lightning", "pytorch_lightning", "lightning_utilities", "transformers", "safetensors", "numpy", "wandb",
-        "rich", "pynvml",
+        "torch", "lightning", "pytorch_lightning", "lightning_utilities", "transformers", "huggingface_hub", "safetensors",
+        "numpy", "wandb", "rich", "pynvml",
     },
 }  # fmt: skip
 EDGES = {

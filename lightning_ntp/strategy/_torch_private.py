@@ -189,6 +189,11 @@ def new_group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     return dist.new_group(list(ranks), sort_ranks=False)
 
 
+def move_to_device(module: nn.Module, device: torch.device) -> None:
+    """``module.to(device)`` that leaves alone what is on meta, which ``to`` refuses."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
 def compile_in_place(module: nn.Module, compiler: Callable[[Any], Any]) -> None:
     """``module.compile()`` with a compiler that exists already: the one of ``torch.compile(outer_module, ...)``."""
     module._compiled_call_impl = compiler(module._call_impl)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+
+from lightning_ntp.errors import ConfigError
 
 BASE = "base_layer"
 """The name under which peft keeps the layer that an adapter was put on."""
@@ -54,3 +57,29 @@ def is_adapted(module: nn.Module) -> bool:
 def is_adapter(fqn: str) -> bool:
     """Whether a parameter of a peft model belongs to an adapter and is saved with it."""
     return any(part.startswith("lora_") or part == "modules_to_save" for part in fqn.split("."))
+
+
+@torch.no_grad()
+def initialise_adapters(module: nn.Module) -> None:
+    """LoRA adapters that peft put on meta, beside base weights that are still in their file, get their first values. Local.
+
+    Raises:
+        ConfigError: they are to start from the base weights.
+    """
+    for model in (part for part in module.modules() if is_adapted(part)):
+        configs: Any = model.peft_config
+        for layer in (part for part in model.modules() if adapted_layer(part) is not None):
+            for name in adapter_names(layer):
+                parts = [layer.get_submodule(f"{kind}.{name}") for kind in ("lora_A", "lora_B")]
+                if not any(p.is_meta for part in parts for p in part.parameters()):
+                    continue
+                start = getattr(configs[name], "init_lora_weights", True)
+                if start not in (True, False, "gaussian"):
+                    raise ConfigError(
+                        f"init_lora_weights={start!r} looks at base weights, which lightning_ntp.from_pretrained leaves in their "
+                        "file; use True or \"gaussian\", or transformers' own from_pretrained"
+                    )
+                for part in parts:
+                    part.to_empty(device="cpu")
+                reset: Any = layer
+                reset.reset_lora_parameters(name, start)

@@ -288,6 +288,8 @@ def _connect_heads(module: nn.Module) -> None:
 def start_equal(module: nn.Module, groups: Groups) -> None:
     """All replicas start from the leader's weights and buffers, whatever seed each process had."""
     for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_meta:
+            continue  # all read it from the same file, see `weight_files`
         broadcast_in_place(tensor.data, groups.global_rank(groups.leader), groups.live)
 
 

@@ -23,6 +23,8 @@ from lightning_ntp.strategy._lightning_private import (
     stop_transfer_each,
     transfer_each,
 )
+from lightning_ntp.strategy._torch_private import move_to_device
+from lightning_ntp.strategy.adapters import initialise_adapters
 from lightning_ntp.strategy.callback import ensure_callback
 from lightning_ntp.strategy.compiling import Compiling
 from lightning_ntp.strategy.config import (
@@ -43,6 +45,7 @@ from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.regrouping import Regrouping
 from lightning_ntp.strategy.saving import Saving
 from lightning_ntp.strategy.screen import first_screen
+from lightning_ntp.strategy.weight_files import read_cells, sources_of
 from lightning_ntp.strategy.window import StepRunner
 from lightning_ntp.topology import Topology
 
@@ -135,9 +138,13 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
             start_equal(module, groups)
             return topology, groups
 
+        initialise_adapters(module)
+        sources = sources_of(module)
         topology, groups = self.recovery.all_or_nobody("start", start)
         plan = self._plan(module, topology)
-        return shard_model(module, plan, groups, self._mixed_precision(), checks.forward_roots(module), equal=True)
+        sharded = shard_model(module, plan, groups, self._mixed_precision(), checks.forward_roots(module), equal=True)
+        read_cells(sharded, sources)
+        return sharded
 
     def _first_groups(self, healthy: Topology) -> tuple[Topology, Groups]:
         """The groups of those who are there: somebody may have been lost before the job began."""
@@ -198,7 +205,7 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
 
     def model_to_device(self) -> None:
         """The whole module to this worker's device, before it is cut."""
-        self.lightning_module.to(self.root_device)
+        move_to_device(self.lightning_module, self.root_device)
 
     def teardown(self) -> None:
         """Leaves the cut model where it is: moving it would break FSDP's buffers."""

@@ -292,6 +292,22 @@ def test_coordinator_calls_members_together_for_a_newcomer(hosted: tuple[dist.St
     assert bench.coordinator.forming and bench.coordinator.generation == 2
 
 
+def test_a_member_that_has_closed_may_take_its_time_to_exit(hosted: tuple[dist.Store, object]) -> None:
+    """Saving weights after the fit and the interpreter's own exit take seconds, without a heartbeat."""
+    bench = Bench(hosted[0], 2, Patience(hang_seconds=5, exit_seconds=60))
+    for worker in (0, 1):
+        bench.beat(worker, 0)
+        bench.join(worker)
+    bench.coordinator.tick()
+    rendezvous.put_json(bench.store, "closed/1", True)
+    bench.now += 30
+    bench.beat(0, 1)
+    assert bench.coordinator.tick().fence == {}
+    bench.now += 31
+    bench.beat(0, 2)
+    assert bench.coordinator.tick().fence == {1: "worker 1 gave no sign of life for 61.0 s"}
+
+
 def test_coordinator_silence_lateness_and_standstill(hosted: tuple[dist.Store, object]) -> None:
     bench = Bench(hosted[0], 2, Patience(hang_seconds=5, progress_seconds=20, join_seconds=10, start_seconds=50))
     bench.now += 45

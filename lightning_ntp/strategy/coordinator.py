@@ -40,6 +40,7 @@ class Patience:
     join_seconds: for a survivor to come to the next generation; more than the longest stretch of pure computing.
     start_seconds: for a new worker or node to come at all: imports, data, model.
     doubt_seconds: after a failed collective, for somebody to die or to report an error of its program; then all re-form.
+    exit_seconds: from the end of its membership to the end of its process: teardown, the user's last lines, the interpreter's exit.
     node_seconds: a node's supervisor without a sign of life; doubted_node_seconds: the same while members suspect a loss.
     """
 
@@ -50,6 +51,7 @@ class Patience:
     join_seconds: float = 60.0
     start_seconds: float = 900.0
     doubt_seconds: float = 2.0
+    exit_seconds: float = 300.0
     node_seconds: float = 10.0
     doubted_node_seconds: float = 3.0
 
@@ -312,9 +314,14 @@ class Coordinator:
                 self.deadline.note_step(heard["step_seconds"])
             if (heard["progress"], heard["phase"]) != sign.progress:
                 sign.progress, sign.progress_seconds = (heard["progress"], heard["phase"]), now_seconds
-            if now_seconds - sign.beat_seconds > self.patience.hang_seconds:
-                silent[worker] = f"worker {worker} gave no sign of life for {now_seconds - sign.beat_seconds:.1f} s"
+            quiet_seconds = now_seconds - sign.beat_seconds
+            if quiet_seconds > self.patience.hang_seconds and not self._exits(worker, quiet_seconds):
+                silent[worker] = f"worker {worker} gave no sign of life for {quiet_seconds:.1f} s"
         return silent
+
+    def _exits(self, worker: int, quiet_seconds: float) -> bool:
+        """Whether a silent worker has ended its membership and is still allowed to take its time with the rest."""
+        return self.store.check([f"closed/{worker}"]) and quiet_seconds <= self.patience.exit_seconds
 
     def _late(self, now_seconds: float) -> dict[int, str]:
         """Live workers that should have joined by now."""

@@ -371,6 +371,8 @@ class Member:
             self._closed.set()
             self._standing.notify_all()
         with contextlib.suppress(dist.DistNetworkError):  # the supervisor is gone, and with it the wait of the watcher
+            # The heartbeat ends here, and the process may live on for a while.
+            rendezvous.put_json(self._store, f"closed/{self.worker}", True)
             rendezvous.put_json(self._store, f"ended/{self._number}/{self.worker}", {"broken": False})
         self._teardown()
         for thread in self._threads:

@@ -368,6 +368,7 @@ class ReshardOnGPULossLogic(_Base):
                 run.log_picture(partial(_draw, self.ledger_folder))
                 run.keep(files)
             run.summarize(summary)
+            run.close()
 
 
 def _draw(folder: Path, path: Path) -> None:

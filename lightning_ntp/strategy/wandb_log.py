@@ -4,6 +4,9 @@
 loss of the leader the next one opens the same run: online the server goes on with it (``resume="allow"``), offline there are
 two folders with one id, which ``wandb sync`` puts into one run. W&B writes its offline file in blocks of 32 KiB, and SIGKILL loses the
 last one: therefore the new leader writes the table of events again, in full, and the ledger on disk holds every number.
+
+[Note: what blocks] Scalars, summary and alerts only hand over to W&B's own process. Tables, pictures and files ask the server first, for
+minutes while it is down: they go through a thread.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from lightning_ntp.strategy._lightning_private import (
     wandb_is_open,
     wandb_options,
 )
+from lightning_ntp.strategy.background import Background
 
 _log = logging.getLogger(__name__)
 
-INIT_SECONDS = 30.0
+INIT_SECONDS, LOGIN_SECONDS = 20.0, 10.0
 """How long the start of a run may wait for W&B; then it is kept on disk."""
 
 FINISH_SECONDS = 30.0
@@ -58,6 +62,7 @@ class WandbRun:
         self.num_failed = 0
         self._deferred: list[Any] | None = None
         self._described = False
+        self._background = Background("ntp-wandb")
         self.is_ours = not wandb_is_open(logger) and not wandb_options(logger).get("id")
         if self.is_ours:
             set_wandb_id(logger, run_id)
@@ -105,7 +110,7 @@ class WandbRun:
 
             self.logger.experiment.log({TABLE: wandb.Table(columns=list(EVENT_COLUMNS), data=data)})
 
-        self._safely("log the events", log)
+        self._background.submit(TABLE, partial(self._safely, "log the events", log))
 
     def log_picture(self, draw: Callable[[Path], None]) -> None:
         """A PNG that `draw` makes."""
@@ -118,7 +123,7 @@ class WandbRun:
                 draw(path)
                 self.logger.experiment.log({PICTURE: wandb.Image(str(path))})
 
-        self._safely("log the picture", log)
+        self._background.submit(PICTURE, partial(self._safely, "log the picture", log))
 
     def summarize(self, values: Mapping[str, Any]) -> None:
         """The run's summary."""
@@ -131,7 +136,12 @@ class WandbRun:
             for file in files:
                 self.logger.experiment.save(str(file), base_path=str(file.parent), policy="end")
 
-        self._safely("keep the ledger", save)
+        self._background.submit("keep", partial(self._safely, "keep the ledger", save))
+
+    def close(self) -> None:
+        """Wait for what is on its way, a while."""
+        if not self._background.wait(FINISH_SECONDS):
+            _log.warning("W&B does not answer: the table of events or the picture may be missing; `ntp report` has them")
 
     def alert(self, title: str, text: str) -> None:
         """``wandb.alert``; W&B mails it, or posts it to Slack."""
@@ -142,7 +152,9 @@ class WandbRun:
 
         options = wandb_options(self.logger)
         if "settings" not in options:
-            options["settings"] = wandb.Settings(init_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS)
+            options["settings"] = wandb.Settings(
+                init_timeout=INIT_SECONDS, login_timeout=LOGIN_SECONDS, finish_timeout=FINISH_SECONDS
+            )
         began = time.monotonic()
         try:
             _ = self.logger.experiment
@@ -152,6 +164,8 @@ class WandbRun:
                 str(error).splitlines()[0] if str(error) else type(error).__name__,
                 time.monotonic() - began,
             )
+            if wandb.run is None:
+                wandb.teardown()  # its service still holds the id of the run that failed
             set_wandb_offline(self.logger)
             _ = self.logger.experiment
 

@@ -28,9 +28,10 @@ from lightning_ntp.strategy.wandb_log import WandbRun
 folder, leader, fate = sys.argv[1:]
 logger = WandbLogger(project="p", save_dir=folder, settings=wandb.Settings(init_timeout=2, login_timeout=1, finish_timeout=2))
 run = WandbRun(logger, "ntp-job")
-run.hold_hyperparameters()
+run.hold()
+assert logger.version == "ntp-job" and not run.is_open
 logger.log_hyperparams({"alpha": 3})
-run.open()
+run.release()
 run.describe({"topology": "2 x (1x3)"})
 rows = [{"t": 10**18, "event": "loss", "step": 4, "workers": [4], "why": "killed"}, {"t": 2 * 10**18, "event": "recovery", "step": 4}]
 for step in range(300):

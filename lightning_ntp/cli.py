@@ -355,6 +355,23 @@ def _report(run: Run, html: Html = None, every: Every = 0.0) -> None:
         report_run(run, html, every)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="checkpoint folder of a run with a Hugging Face model")],
+    out: Annotated[Path, typer.Argument(help="folder to make for from_pretrained")],
+    shard_gb: Annotated[float, typer.Option(help="size above which weights are split over files")] = 5.0,
+) -> None:
+    """Weights of a checkpoint as safetensors, with config and tokenizer; one tensor in memory at a time."""
+    with _plain_errors():
+        if not shard_gb > 0:
+            raise ConfigError(f"--shard-gb is a size above 0, got {shard_gb}")
+        from lightning_ntp.strategy.pretrained import export as write  # torch costs seconds, only who exports pays them
+
+        entries = write(checkpoint, out, int(shard_gb * 10**9))
+        size = sum(entry.num_bytes for entry in entries)
+        typer.echo(f"{out}: {len(entries)} tensors, {size / 10**9:.3f} GB; load it with from_pretrained({str(out)!r})")
+
+
 def main() -> None:
     """Entry point of the `ntp` command."""
     app()

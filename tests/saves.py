@@ -35,7 +35,7 @@ def save_job(job: ShardedJob, folder: Path | str, values: dict[str, Any] | None 
         write_part(chunks, aside, groups.worker)
 
     control = control_of(job)
-    saver = Saver(control.any_message)
+    saver = Saver(control.any_message, lambda: parts)
     finish = (lambda aside: commit(aside, target, parts)) if leads else None
     saver.start(Save(target, "token", groups.worker, parts, write, finish))
     error = saver.settle()

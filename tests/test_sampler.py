@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +15,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.strategy.data import LoaderPlan, MicroBatches, rebuild_loader
+from lightning_ntp.strategy.data import LoaderPlan, rebuild_loader
+from lightning_ntp.strategy.resume import DataPosition
 from lightning_ntp.strategy.sampler import GlobalBatchSampler, RowShares, deal, derive_seed, global_order
+from lightning_ntp.strategy.streams import MicroBatches, StreamLoader
 from lightning_ntp.strategy.weights import num_samples, weigh
 from lightning_ntp.topology import Topology
 
@@ -354,3 +357,88 @@ def test_a_rebuilt_loader_starts_at_a_global_batch_and_the_next_epoch_is_whole(k
         rest[False].append(list(elsewhere))
     ids = [[counted(list(batch)) for batch in zip(*rows, strict=True)] for rows in rest.values()]
     assert ids[0] == ids[1]
+
+
+class Tape(Stream):
+    """A stream that can say where it is, and counts what it is asked to read. Each DataLoader worker has its part."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.at = 0
+        self.num_read = torch.zeros(8, dtype=torch.long).share_memory_()
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        reader, num_readers = (0, 1) if info is None else (info.id, info.num_workers)
+        own = [(i + self.epoch) % self.size for i in range(self.size)][reader::num_readers]
+        if reader == num_readers - 1:
+            own = own[: len(own) // 2]  # its data ends early
+        while self.at < len(own):
+            self.at += 1
+            self.num_read[reader] += 1
+            yield own[self.at - 1]
+        self.at = 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("stop", [1, 4, 7, 8])
+def test_a_stream_goes_on_from_its_state_or_by_reading(num_workers, tells, stop, monkeypatch):
+    if not tells:
+        monkeypatch.delattr(Tape, "state_dict")
+
+    def loader(size: int = 61) -> tuple[Tape, StreamLoader]:
+        tape = Tape(size)
+        rebuilt = rebuild_loader(DataLoader(tape, batch_size=2, num_workers=num_workers), plan(RAGGED, 0))
+        rebuilt.set_epoch(1)
+        return tape, rebuilt
+
+    _, straight = loader()
+    whole = _plain(list(straight))
+    straight.set_epoch(2)
+    next_epoch = _plain(list(straight))
+    _, stopped = loader()
+    stopped.progress = lambda: DataPosition(1, stop)
+    batches = iter(stopped)
+    for _ in range(min(stop + 2, len(whole))):  # two more than are committed: prefetched, or of an open window
+        next(batches)
+    saved = stopped.state_dict()
+    assert ("readers" in saved) == (tells and max(1, num_workers) <= stop < len(whole) - (num_workers == 3))
+    tape, resumed = loader()
+    resumed.load_state_dict(saved)
+    assert _plain(list(resumed)) == whole[stop:]
+    unread = 4 * (len(whole) - stop) + 3 * 4
+    assert ("readers" not in saved) or int(tape.num_read.sum()) <= unread, "what came before was read again"
+    resumed.set_epoch(2)
+    assert _plain(list(resumed)) == next_epoch
+    tape, rebuilt = loader()
+    rebuilt.continue_from(stopped, stop)
+    assert _plain(list(rebuilt)) == whole[stop:]
+    assert ("readers" not in saved) or int(tape.num_read.sum()) <= unread
+
+
+def test_a_stream_with_a_shuffle_buffer_is_read_again():
+    rows = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=2)
+    for stream, tells in ((rows, True), (rows.shuffle(seed=3, buffer_size=8), False)):
+        rebuilt = rebuild_loader(DataLoader(stream, batch_size=2), plan(RAGGED, 0))
+        assert rebuilt.dataset.tells_state == tells
+        whole = [micro.batches for micro in rebuilt]
+        stopped = rebuild_loader(DataLoader(stream, batch_size=2), plan(RAGGED, 0))
+        stopped.progress = lambda: DataPosition(0, 3)
+        batches = iter(stopped)
+        for _ in range(4):
+            next(batches)
+        saved = stopped.state_dict()
+        assert ("readers" in saved) == tells
+        resumed = rebuild_loader(DataLoader(stream, batch_size=2), plan(RAGGED, 0))
+        resumed.load_state_dict(saved)
+        rest = [micro.batches for micro in resumed]
+        assert [[part["x"].tolist() for part in parts] for parts in rest] == [
+            [part["x"].tolist() for part in parts] for parts in whole[3:]
+        ]

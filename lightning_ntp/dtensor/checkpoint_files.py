@@ -129,6 +129,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A checkpoint's path.
+
+    Raises:
+        ConfigError: an URL; object stores have no rename, by which a save is complete or absent.
+    """
+    if "://" in str(path):
+        raise ConfigError(f"checkpoints are folders on a (shared, mounted) file system, and {str(path)!r} is a URL; mount the bucket or copy")
+    return Path(path)
+
+
 def aside_of(target: Path, token: str) -> Path:
     """Where a checkpoint is written before it gets its name. Every save has its own token."""
     return target.with_name(f".{target.name}.{token}.tmp")

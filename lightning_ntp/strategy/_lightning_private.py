@@ -259,21 +259,9 @@ def wandb_options(logger: Any) -> dict[str, Any]:
     return options
 
 
-def wandb_run_of(logger: Any) -> Any:
-    """The run of a WandbLogger, or what stands for it; None before there is one. Asking for ``experiment`` would make one."""
-    return logger._experiment
-
-
-def set_wandb_run(logger: Any, run: Any) -> None:
-    """Lightning opens every logger's run before any hook could say which run it is: something may stand for it till then."""
-    logger._experiment = run
-
-
-def open_wandb(logger: Any) -> None:
-    """Make a WandbLogger's run. Whoever asks for ``experiment`` meanwhile finds what stood for it, and makes no second one."""
-    twin = object.__new__(type(logger))
-    twin.__dict__.update(logger.__dict__, _experiment=None)
-    logger._experiment = twin.experiment
+def wandb_is_open(logger: Any) -> bool:
+    """Whether a WandbLogger has a run already; asking for ``experiment`` would make one."""
+    return logger._experiment is not None
 
 
 def set_wandb_id(logger: Any, run_id: str) -> None:
@@ -286,3 +274,30 @@ def set_wandb_offline(logger: Any) -> None:
     """Before the run exists: write to disk only."""
     logger._offline = True
     logger._wandb_init["mode"] = "offline"
+
+
+def metric_reductions(metric: Any) -> dict[str, Any]:
+    """For each state of a torchmetrics metric the function that joins those of several processes."""
+    return metric._reductions
+
+
+def on_first_log(results: Any, act: Callable[[str, Any], None]) -> None:
+    """Call `act` with key and metric whenever a value is logged for the first time, before it is added to.
+
+    Lightning makes the metric of a logged value when ``self.log`` is called, and offers no way to let it begin with a sum.
+    """
+    kind = type(results)
+
+    def register(self: Any, key: str, metric: Any) -> None:
+        kind.__setitem__(self, key, metric)
+        self.act(key, metric)
+
+    results.__class__ = type(kind.__name__, (kind,), {"__setitem__": register})
+    results.act = act
+
+
+def forget_first_log(results: Any) -> None:
+    """Undo `on_first_log`."""
+    if hasattr(results, "act"):
+        del results.act
+        results.__class__ = type(results).__mro__[1]

@@ -156,7 +156,7 @@ def _matching(source: Source, state: Mapping[str, Any], path: str, strict: bool)
             f"{path} was made with another model: it lacks {_some(missing)} and has {_some(unexpected)} besides. Load it into the "
             "same model, or set strict_loading = False on the LightningModule"
         )
-    for name in state.keys() & saved:
+    for name in sorted(state.keys() & saved):
         if source.shape(name) != tuple(state[name].size()):
             raise ConfigError(
                 f"{path}: {name!r} has shape {source.shape(name)} there, {tuple(state[name].size())} here; load it into a model of "

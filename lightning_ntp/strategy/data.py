@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.resume import DataPosition, Resumable, Start
@@ -25,20 +25,9 @@ from lightning_ntp.strategy.sampler import (
     global_order,
     seeded_randomness,
 )
+from lightning_ntp.strategy.streams import MicroBatches, MicroBatchStream, SizedStream, StreamLoader, as_is, has_length
 from lightning_ntp.strategy.weights import num_samples
 from lightning_ntp.topology import Topology
-
-
-class MicroBatches(NamedTuple):
-    """What one data row runs for one loop batch.
-
-    Args:
-        batches: each as the user's ``collate_fn`` makes it.
-        counts: samples of each that count; 0 marks a ghost, a copy of a real sample that keeps collectives company.
-    """
-
-    batches: tuple[Any, ...]
-    counts: tuple[int, ...]
 
 
 def as_micro_batches(batch: Any) -> MicroBatches | None:
@@ -51,10 +40,6 @@ def as_micro_batches(batch: Any) -> MicroBatches | None:
     parts = inside[0].batches
     wrapped = [{key: part for key in batch} if isinstance(batch, dict) else type(batch)([part]) for part in parts]
     return MicroBatches(tuple(wrapped), inside[0].counts)
-
-
-SKIPPED = MicroBatches((), ())
-"""Stands for a batch of a stream that was read and not collated, as an earlier run has trained on it."""
 
 
 class MicroBatchDataset(Dataset[MicroBatches]):
@@ -83,72 +68,6 @@ class MicroBatchDataset(Dataset[MicroBatches]):
             return self.collate(samples)
 
 
-class MicroBatchStream(IterableDataset[MicroBatches]):
-    """Iterable: reads the whole stream in its order on every worker and keeps this data row's share.
-
-    The stream must be the same on every worker; do not split it by rank. Inside DataLoader workers each reads what the
-    dataset gives to it, so the order is that of a one-process loader with the same number of workers.
-    """
-
-    def __init__(
-        self,
-        dataset: Iterable[Any],
-        collate: Callable[[list[Any]], Any],
-        shares: RowShares,
-        row: int,
-        seed: int,
-        drop_last: bool,
-    ) -> None:
-        self.dataset, self.collate, self.shares, self.row = dataset, collate, shares, row
-        self.seed, self.drop_last = seed, drop_last
-        # Read by persistent DataLoader workers.
-        self.epoch = torch.zeros((), dtype=torch.long).share_memory_()
-        self.skipped = torch.zeros(2, dtype=torch.long).share_memory_()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Which pass over the stream the next `iter` starts; handed on to datasets that shuffle by epoch."""
-        self.epoch.fill_(epoch)
-
-    def skip(self, num_batches: int, num_samples: int) -> None:
-        """Let the next `iter` leave out the start of the stream: it is read, nothing is made of it.
-
-        Args:
-            num_batches: loop batches over all readers; `SKIPPED` is given for each.
-            num_samples: left out without a trace, for a position between two global batches; one reader only.
-        """
-        self.skipped[0], self.skipped[1] = num_batches, num_samples
-
-    def __iter__(self) -> Iterator[MicroBatches]:
-        epoch, (num_skipped, left_out) = int(self.epoch), self.skipped.tolist()
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(epoch)
-        info = get_worker_info()
-        reader, num_readers = (0, 1) if info is None else (info.id, info.num_workers)
-        with seeded_randomness(self.seed, epoch, reader):
-            stream = iter(self.dataset)
-            next(itertools.islice(stream, left_out, left_out), None)
-        for number in itertools.count():
-            with seeded_randomness(self.seed, epoch, reader, number):
-                samples = list(itertools.islice(stream, self.shares.global_batch_size))
-            if not samples or (self.drop_last and len(samples) < self.shares.global_batch_size):
-                return
-            if number * num_readers + reader < num_skipped:
-                yield SKIPPED
-                continue
-            parts = self.shares.cut(self.row, samples)
-            with seeded_randomness(self.seed, epoch, reader, number, self.row):
-                batches = tuple(self.collate(list(part)) for part, _ in parts)
-            yield MicroBatches(batches, tuple(count for _, count in parts))
-
-
-class _SizedStream(MicroBatchStream):
-    """A stream whose dataset knows its length."""
-
-    def __len__(self) -> int:
-        size, full = len(self.dataset), self.shares.global_batch_size  # type: ignore[arg-type]
-        return size // full if self.drop_last else -(-size // full)
-
-
 class ReadyBatches(Resumable):
     """Any other iterable of ready-made batches: each run of `num_healthy_rows` of them is a loop batch, one per data row.
 
@@ -161,7 +80,7 @@ class ReadyBatches(Resumable):
         self.batches, self.row, self.seed = batches, row, seed
         self.shares = RowShares(1, shares.num_healthy_rows, shares.weights, shares.replicas)
         self.per_batch = shares.num_healthy_rows
-        self.num_units = len(batches) if _has_length(batches) else None  # type: ignore[arg-type]
+        self.num_units = len(batches) if has_length(batches) else None  # type: ignore[arg-type]
         if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
             self.num_readers = max(1, batches.num_workers)
         self.epoch = 0
@@ -208,41 +127,30 @@ class _SizedReadyBatches(ReadyBatches):
 
 
 class MicroBatchLoader(Resumable, DataLoader[MicroBatches]):
-    """A DataLoader over `MicroBatchDataset` or `MicroBatchStream` whose pass may begin in the middle.
+    """A DataLoader over `MicroBatchDataset` whose pass may begin in the middle.
 
     A pass reads its epoch and its start at its first batch, not at `iter`: Lightning calls `iter` before it tells the epoch,
     and worker processes would prefetch the wrong one.
     """
 
-    def __init__(self, dataset: Any, **options: Any) -> None:
-        super().__init__(dataset, batch_size=None, collate_fn=_as_is, **options)
-        if isinstance(self.sampler, GlobalBatchSampler):
-            self.per_batch, self.num_units = self.sampler.per_batch, self.sampler.num_units
-        else:
-            self.per_batch = dataset.shares.global_batch_size
-            self.num_units = len(dataset.dataset) if _has_length(dataset.dataset) else None
-            self.num_readers = max(1, self.num_workers)
+    sampler: GlobalBatchSampler
+
+    def __init__(self, dataset: MicroBatchDataset, sampler: GlobalBatchSampler, **options: Any) -> None:
+        super().__init__(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)
+        self.per_batch, self.num_units = sampler.per_batch, sampler.num_units
 
     def set_epoch(self, epoch: int) -> None:
         """Which pass over the data the next `iter` starts."""
-        self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        self.sampler.set_epoch(epoch)
 
     @property
     def epoch_of_next_pass(self) -> int:
         """What `set_epoch` was told."""
-        return int(self.sampler.epoch if isinstance(self.sampler, GlobalBatchSampler) else self.dataset.epoch)  # type: ignore[attr-defined]
+        return self.sampler.epoch
 
     def __iter__(self) -> Any:
-        start = self.begin_pass()
-        if isinstance(self.sampler, GlobalBatchSampler):
-            self.sampler.start_at(*start)
-            yield from super().__iter__()
-        elif self.is_regular(start):
-            cast(MicroBatchStream, self.dataset).skip(start.batch, 0)
-            yield from itertools.islice(super().__iter__(), start.batch, None)
-        else:
-            cast(MicroBatchStream, self.dataset).skip(0, start.unit)
-            yield from super().__iter__()
+        self.sampler.start_at(*self.begin_pass())
+        yield from super().__iter__()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +190,7 @@ class LoaderPlan:
         return RowShares.evaluation(self.topology, batch_size)
 
 
-def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBatches:
+def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLoader | ReadyBatches:
     """The user's loader as one that yields this data row's `MicroBatches`.
 
     Keeps the dataset, ``collate_fn``, sampler or batch sampler, workers, pinning and time-outs of a DataLoader. Without
@@ -297,9 +205,9 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBat
     return rebuilt
 
 
-def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBatches:
+def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLoader | ReadyBatches:
     if not isinstance(loader, DataLoader) or (loader.batch_size is None and loader.batch_sampler is None):
-        kind = _SizedReadyBatches if _has_length(loader) else ReadyBatches
+        kind = _SizedReadyBatches if has_length(loader) else ReadyBatches
         return kind(loader, plan.shares(1), plan.row, plan.seed)
     if isinstance(loader.dataset, IterableDataset):
         return _rebuild_stream(loader, plan)
@@ -324,10 +232,10 @@ def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | ReadyBatches:
     return MicroBatchLoader(dataset, sampler=sampler, **_worker_options(loader, plan.seed))
 
 
-def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> MicroBatchLoader:
+def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> StreamLoader:
     if loader.batch_size is None:
         raise ConfigError("an iterable dataset with a batch_sampler cannot be shared; give the DataLoader a batch_size")
-    kind = _SizedStream if _has_length(loader.dataset) else MicroBatchStream
+    kind = SizedStream if has_length(loader.dataset) else MicroBatchStream
     stream = kind(
         cast(Iterable[Any], loader.dataset),
         loader.collate_fn,
@@ -336,10 +244,7 @@ def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> MicroBatchLoad
         plan.seed,
         loader.drop_last,
     )
-    rebuilt = MicroBatchLoader(stream, **_worker_options(loader, plan.seed))
-    # Lightning tells samplers the epoch; a stream has none but torch's placeholder, which hands it on.
-    rebuilt.sampler.set_epoch = stream.set_epoch  # type: ignore[attr-defined]
-    return rebuilt
+    return StreamLoader(stream, **_worker_options(loader, plan.seed))
 
 
 def _worker_options(loader: DataLoader[Any], seed: int) -> dict[str, Any]:
@@ -365,15 +270,3 @@ def _largest_batch(batch_sampler: Any, seed: int) -> int:
     if isinstance(size, int) and size > 0:
         return size
     return max((len(batch) for batch in global_order(batch_sampler, seed, 0)), default=1)
-
-
-def _has_length(thing: Any) -> bool:
-    try:
-        len(thing)
-    except (TypeError, NotImplementedError):  # what torch and user code raise for streams
-        return False
-    return True
-
-
-def _as_is(item: Any) -> Any:
-    return item

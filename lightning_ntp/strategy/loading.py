@@ -16,7 +16,6 @@ from lightning_ntp.strategy._lightning_private import (
 )
 from lightning_ntp.strategy.base import StrategyBase
 from lightning_ntp.strategy.data import LoaderPlan, rebuild_loader
-from lightning_ntp.strategy.resume import Start
 from lightning_ntp.strategy.screen import say_batches
 
 
@@ -41,7 +40,7 @@ class Loading(StrategyBase):
         loader.set_epoch(trainer.current_epoch)  # Lightning creates the first iterator before it tells the epoch
         return loader
 
-    def _own_loader(self, source: Any, training: bool, start_at: int | Start = 0) -> Any:
+    def _own_loader(self, source: Any, training: bool) -> Any:
         trainer = self.lightning_module.trainer
         plan = LoaderPlan(
             self.topology,
@@ -50,7 +49,6 @@ class Loading(StrategyBase):
             self._num_healthy_rows,
             training,
             lambda: trainer.accumulate_grad_batches,
-            start_at,
             manual=not self.lightning_module.automatic_optimization,
             progress=lambda: epoch_counts(trainer).position,
         )
@@ -75,8 +73,9 @@ class Loading(StrategyBase):
             position = self._open_window.first_batch
         elif self._is_batch_pending:
             position = trainer.fit_loop.batch_idx
-        starts = [loader.start_of(position) if position else Start() for loader in old]
-        new = [self._own_loader(self._sources[loader], True, at) for loader, at in zip(old, starts, strict=True)]
+        new = [self._own_loader(self._sources[loader], True) for loader in old]
+        for loader, before in zip(new, old, strict=True):
+            loader.continue_from(before, position)
         replace_training_loaders(trainer, new, position)
 
 

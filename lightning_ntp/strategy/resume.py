@@ -146,6 +146,10 @@ class Resumable:
         """Where loop batch `batch` of the running pass lies in the source: what a rebuilt loader is told to start at."""
         return Start(batch, self._running.unit + (batch - self._running.batch) * self.per_batch)
 
+    def continue_from(self, old: Resumable, batch: int) -> None:
+        """Let the next `iter` begin at loop batch `batch` of the pass that `old`, a loader of the same data, is running."""
+        self.start_at(old.start_of(batch) if batch else 0)
+
     def begin_pass(self) -> Start:
         """Where the pass that begins now starts; the one after it is whole again."""
         self._running, self._next, self._running_epoch = self._next, Start(), self.epoch_of_next_pass

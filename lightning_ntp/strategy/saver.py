@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +49,7 @@ class Save:
     written: threading.Event = field(default_factory=threading.Event)
     all_written: threading.Event = field(default_factory=threading.Event)
     given_up: threading.Event = field(default_factory=threading.Event)
+    gone: frozenset[int] = frozenset()
     error: str | None = None
 
     @property
@@ -88,7 +89,7 @@ class Save:
                 return False
             if self.all_written.is_set():
                 deadline = min(deadline, time.monotonic() + LATE_SECONDS)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self.gone.intersection(missing):
                 self.error = f"the parts of workers {missing} never came; a worker was lost while it saved"
                 return False
             time.sleep(POLL_SECONDS)
@@ -100,10 +101,11 @@ class Saver:
 
     Args:
         agree: the message of some worker that has one, or None where nobody has. Collective over all workers with a role.
+        live: numbers of the workers that are there now; a part that another one has not left behind never comes.
     """
 
-    def __init__(self, agree: Callable[[str | None], str | None]) -> None:
-        self._agree = agree
+    def __init__(self, agree: Callable[[str | None], str | None], live: Callable[[], Collection[int]]) -> None:
+        self._agree, self._live = agree, live
         self._current: Save | None = None
         self._thread: threading.Thread | None = None
         self._doomed: list[Path] = []
@@ -125,6 +127,7 @@ class Saver:
             save.written.wait()
         error = self._agree(save.error if save is not None else None)
         if save is not None and thread is not None:
+            save.gone = frozenset(save.parts) - set(self._live())
             (save.given_up if error else save.all_written).set()
             thread.join()
             if save.leads:

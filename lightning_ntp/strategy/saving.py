@@ -14,12 +14,19 @@ from typing import Any
 import torch
 
 from lightning_ntp.dtensor.checkpoint import commit, load_safely, stage, write_part, write_values
-from lightning_ntp.dtensor.checkpoint_files import put_in_place
+from lightning_ntp.dtensor.checkpoint_files import local_path, put_in_place
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import checkpointing, pretrained
-from lightning_ntp.strategy._lightning_private import begin_epoch_anew, epoch_counts
+from lightning_ntp.strategy._lightning_private import (
+    begin_epoch_anew,
+    epoch_counts,
+    forget_first_log,
+    on_first_log,
+    training_results,
+)
 from lightning_ntp.strategy.base import StrategyBase
 from lightning_ntp.strategy.config import CheckpointConfig
+from lightning_ntp.strategy.metric_state import restore_metrics, starter, totals
 from lightning_ntp.strategy.pretrained import DESCRIPTION, JOB, PREFIX
 from lightning_ntp.strategy.resume import rewrite_counters
 from lightning_ntp.strategy.saver import Save, Saver
@@ -27,21 +34,22 @@ from lightning_ntp.strategy.whole import whole_optimizer_state, whole_tensors
 
 _log = logging.getLogger(__name__)
 
-LOADERS = "loaders"
-"""In the strategy's own values: where the run stands in its data."""
+LOADERS, LOGGED = "loaders", "logged"
+"""In the strategy's own values: where the run stands in its data, and what its epoch has logged so far."""
 
 
 class Saving(StrategyBase):
     """Checkpoints are folders of cells that load under any topology, or one file in plain Lightning's form."""
 
     _saver: Saver | None = None
+    _resumed_epoch: Callable[[str, Any], None] | None = None
     _unsaveable: frozenset[str] = frozenset()
 
     @property
     def saver(self) -> Saver:
         """Who runs the saves of this worker."""
         if self._saver is None:
-            self._saver = Saver(lambda message: self.control.any_message(message))
+            self._saver = Saver(lambda message: self.control.any_message(message), lambda: self.topology.workers)
         return self._saver
 
     @property
@@ -69,7 +77,12 @@ class Saving(StrategyBase):
 
     def on_train_start(self) -> None:
         """Called by Lightning before the first batch."""
-        begin_epoch_anew(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        begin_epoch_anew(trainer)
+        if (start := self._resumed_epoch) is not None:
+            epoch, self._resumed_epoch = trainer.current_epoch, None
+            results = training_results(trainer)
+            on_first_log(results, lambda key, metric: start(key, metric) if trainer.current_epoch == epoch else None)
 
     def on_train_end(self) -> None:
         """Called by Lightning after the last batch and callback: what is being saved is there when `fit` returns."""
@@ -79,6 +92,8 @@ class Saving(StrategyBase):
         """End a save that is under way, also after an exception, where others may be gone. Local."""
         if self._saver is not None:
             self._saver.abandon()
+        if self.lightning_module is not None:
+            forget_first_log(training_results(self.lightning_module.trainer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint that any topology can load.
@@ -96,6 +111,7 @@ class Saving(StrategyBase):
 
         Collective over all workers with a role.
         """
+        local_path(filepath)
         make = self._file_save if self._wants_file(storage_options) else self._folder_save
         trainer = self.lightning_module.trainer
         fitting = trainer.state.fn == "fit" and (trainer.training or trainer.validating)
@@ -104,6 +120,7 @@ class Saving(StrategyBase):
 
         def save() -> str | None:
             self.saver.settle()
+            self._say_logged(checkpoint)
             target, token = self.broadcast((str(filepath), secrets.token_hex(4)))
             self.recovery.fire("checkpoint")
             self.saver.start(make(Path(target), token, checkpoint))
@@ -208,6 +225,12 @@ class Saving(StrategyBase):
         if not counts.is_exact:
             rewrite_counters(fit_loop, counts.position)
 
+    def _say_logged(self, checkpoint: dict[str, Any]) -> None:
+        """What the running epoch has logged so far. Collective over all workers with a role."""
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == "fit" and (counts := epoch_counts(trainer)).is_exact and counts.position.batches:
+            checkpoint[JOB][LOGGED] = totals(self.lightning_module, training_results(trainer), self.control)
+
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, once the save that is under way has made a newer one."""
         if self.is_global_zero:
@@ -246,6 +269,10 @@ class Saving(StrategyBase):
             self._seed = self.runner.seed = job["seed"]
         if job.get(LOADERS):
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = job[LOADERS]
+        if LOGGED in job:
+            is_first_row = self.control.row == 0
+            restore_metrics(self.lightning_module, job[LOGGED]["metrics"], is_first_row)
+            self._resumed_epoch = starter(job[LOGGED]["logged"], is_first_row)
         checkpoint.setdefault("pytorch-lightning_version", importlib.import_module(self.framework).__version__)
         checkpoint.setdefault("lr_schedulers", [])  # a folder of stock DCP has none; there they start anew
 

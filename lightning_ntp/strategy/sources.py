@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from lightning_ntp.dtensor.checkpoint import VALUES, CellTensor, SavedTensors, load_safely, load_values
-from lightning_ntp.dtensor.checkpoint_files import MANIFEST, METADATA, Manifest, restore_previous
+from lightning_ntp.dtensor.checkpoint_files import MANIFEST, METADATA, Manifest, local_path, restore_previous
 from lightning_ntp.errors import ConfigError
 
 MODEL = "model/"
@@ -78,7 +78,7 @@ def open_source(path: str, wanted: Iterable[str]) -> Source:
     Raises:
         ConfigError: nothing there, or nothing that is known.
     """
-    place = Path(path)
+    place = local_path(path)
     restore_previous(place)
     if place.is_file():
         return FileSource(place)

@@ -259,9 +259,21 @@ def wandb_options(logger: Any) -> dict[str, Any]:
     return options
 
 
-def wandb_is_open(logger: Any) -> bool:
-    """Whether a WandbLogger has a run already; asking for ``experiment`` would make one."""
-    return logger._experiment is not None
+def wandb_run_of(logger: Any) -> Any:
+    """The run of a WandbLogger, or what stands for it; None before there is one. Asking for ``experiment`` would make one."""
+    return logger._experiment
+
+
+def set_wandb_run(logger: Any, run: Any) -> None:
+    """Lightning opens every logger's run before any hook could say which run it is: something may stand for it till then."""
+    logger._experiment = run
+
+
+def open_wandb(logger: Any) -> None:
+    """Make a WandbLogger's run. Whoever asks for ``experiment`` meanwhile finds what stood for it, and makes no second one."""
+    twin = object.__new__(type(logger))
+    twin.__dict__.update(logger.__dict__, _experiment=None)
+    logger._experiment = twin.experiment
 
 
 def set_wandb_id(logger: Any, run_id: str) -> None:

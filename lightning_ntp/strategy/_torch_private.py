@@ -1,4 +1,4 @@
-"""Private names of torch that `strategy` needs, each with its reason. Tried on torch 2.13; tests/test_fsdp.py is the contract."""
+"""Private names of torch that `strategy` needs, each with its reason. tests/test_backward_watch.py and test_state.py are the contract."""
 
 from __future__ import annotations
 

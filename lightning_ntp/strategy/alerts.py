@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
-import queue
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
-
-_log = logging.getLogger(__name__)
+from lightning_ntp.strategy.background import Background
 
 KINDS = ("loss", "recovery", "rejoin", "unrecoverable", "goodput")
 SEND_SECONDS = 20.0
@@ -87,14 +84,12 @@ class Alerts:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
-        self.num_failed = 0
         self._wandb_alert, self._clock = wandb_alert, clock
         self._sent: dict[str, float] = {}
         self._held: dict[str, int] = {}
         self._low_since: float | None = None
-        self._queue: queue.Queue[Alert] = queue.Queue(maxsize=100)
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._background = Background("ntp-alerts")
+        self._num_queued = 0
 
     def send(self, alert: Alert) -> bool:
         """Passes an alert on unless one of its kind has just been; whether it did."""
@@ -130,38 +125,20 @@ class Alerts:
         text = f"goodput has been below {limit:.0%} for {now - self._low_since:.0f} s, it is {goodput:.1%} now"
         return self.send(Alert("goodput", f"goodput below {limit:.0%}", text, job))
 
+    @property
+    def num_failed(self) -> int:
+        """Deliveries that did not work."""
+        return self._background.num_failed
+
     def close(self) -> None:
         """Waits a moment for alerts that are on their way."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(CLOSE_SECONDS)
+        self._background.wait(CLOSE_SECONDS)
 
     def _enqueue(self, alert: Alert) -> None:
-        with self._lock:
-            try:
-                self._queue.put_nowait(alert)
-            except queue.Full:
-                self.num_failed += 1
-                return
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="ntp-alerts", daemon=True)
-                self._thread.start()
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                try:
-                    alert = self._queue.get_nowait()
-                except queue.Empty:
-                    self._thread = None
-                    return
-            message = json.dumps(asdict(alert) | {"text": f"[{alert.title}] {alert.text}"}).encode()
-            for deliver in (self._run_command, self._post):
-                try:
-                    deliver(message)
-                except (OSError, ValueError, subprocess.SubprocessError) as error:
-                    self.num_failed += 1
-                    _log.warning("an alert (%s) could not be delivered: %s", alert.title, error)
+        message = json.dumps(asdict(alert) | {"text": f"[{alert.title}] {alert.text}"}).encode()
+        for deliver in (self._run_command, self._post):
+            self._num_queued += 1
+            self._background.submit(self._num_queued, partial(deliver, message))
 
     def _run_command(self, message: bytes) -> None:
         command: Sequence[str] = self.config.command

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,8 +120,20 @@ class ReshardOnGPULossLogic(_Base):
     def on_rejoined(self, event: RecoveryEvent) -> None:
         """For users: workers have been taken in."""
 
+    def name_job(self, trainer: Any) -> None:
+        """Before Lightning opens the loggers' runs: all workers agree on the job's name, and on W&B's id.
+
+        Collective over all processes where no launcher has named the job.
+        """
+        self._trainer = trainer
+        if not self.job:
+            self.job = job_id_of(os.environ) or trainer.strategy.broadcast(secrets.token_hex(4))
+            self._runs = [WandbRun(logger, f"ntp-{self.job}", self._leads) for logger in trainer.loggers if is_wandb(logger)]
+            for run in self._runs:
+                run.hold()
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Lightning: the job is formed, the model not yet cut. Collective where no launcher has named the job."""
+        """Lightning: the job is formed, the model not yet cut."""
         self._trainer, self._module = trainer, pl_module
         strategy = trainer.strategy
         if not hasattr(strategy, "observers"):
@@ -129,7 +141,6 @@ class ReshardOnGPULossLogic(_Base):
         if self.observer is not None:
             strategy.observers.add(self.observer)
             return
-        self.job = job_id_of(os.environ) or strategy.broadcast(secrets.token_hex(4))
         worker, world = self._worker(), int(strategy.world_size)
         self._is_newcomer = worker >= int(os.environ.get("WORLD_SIZE", world))
         gpus = [worker] if self._is_newcomer else range(world)  # a newcomer learns from the others who else there is
@@ -139,9 +150,6 @@ class ReshardOnGPULossLogic(_Base):
         strategy.observers.add(self.observer)
         self._log = RunLog(self.window_seconds)
         self._alerts = Alerts(self.alert_config, self._wandb_alert)
-        self._runs = [WandbRun(logger, f"ntp-{self.job}") for logger in trainer.loggers if is_wandb(logger)]
-        for run in self._runs:
-            run.hold_hyperparameters()
         self._meter = throughput.Meter(
             self.framework,
             strategy.config.batch_weight == "tokens",
@@ -227,7 +235,7 @@ class ReshardOnGPULossLogic(_Base):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Lightning: training is over."""
         self._wait_for("other")
-        self._observe.note("end", step=trainer.global_step)
+        self._observe.note("end", key=[self.job, trainer.global_step], step=trainer.global_step)
         self._write(trainer.global_step)
         self._conclude()
 
@@ -288,12 +296,8 @@ class ReshardOnGPULossLogic(_Base):
             observer.ledger.attach(file.write)
         facts = describe_job(trainer, self._topology(), self.ledger_folder)
         observer.note("start", key=[self.ledger.generation, self.ledger.step], step=trainer.global_step, placed=observer.placed(), **facts)
-        if self._leads():
-            self._open_runs(facts)
-
-    def _open_runs(self, facts: Mapping[str, Any]) -> None:
-        for run in self._runs:
-            run.open()
+        for run in self._runs if self._leads() else ():
+            run.release()
             run.describe(facts)
 
     def _learn_work(self, batch: Any) -> None:
@@ -316,7 +320,8 @@ class ReshardOnGPULossLogic(_Base):
     def _on_recovery(self, event: RecoveryEvent) -> None:
         """The leader of the new generation speaks for the job, also about what happened under the old one."""
         if self._leads():
-            self._open_runs(describe_job(self._trainer, self._topology(), self.ledger_folder))
+            for run in self._runs:
+                run.take_over(describe_job(self._trainer, self._topology(), self.ledger_folder))
             self._tell(event)
             self._write(self._trainer.global_step)
             for run in self._runs:
@@ -361,13 +366,13 @@ class ReshardOnGPULossLogic(_Base):
         totals = self.ledger.totals()
         summary = scalars(totals, self._log.window.add(totals), self._topology(), self.ledger.generation)
         summary |= {"ntp/num_losses": float(sum(row["event"] == "loss" for row in self._observe.events))}
-        files = [] if self.ledger_folder is None else sorted(self.ledger_folder.glob("ledger-*.jsonl"))
         for run in self._runs:
             run.log_events(self._observe.events, self.ledger.now())
-            if self.ledger_folder is not None and files:
+            if self.ledger_folder is not None and self.ledger_folder.is_dir():
                 run.log_picture(partial(_draw, self.ledger_folder))
-                run.keep(files)
+                run.keep(self.ledger_folder)
             run.summarize(summary)
+            run.close()
 
 
 def _draw(folder: Path, path: Path) -> None:
@@ -390,7 +395,11 @@ def callback_class(framework: str = "lightning.pytorch") -> type[ReshardOnGPULos
 
 
 def ensure_callback(trainer: Any, framework: str) -> None:
-    """The Trainer gets the callback with its defaults unless it has one."""
-    if trainer.barebones or any(isinstance(callback, ReshardOnGPULossLogic) for callback in trainer.callbacks):
+    """The Trainer gets the callback with its defaults unless it has one; the job gets its name. Collective over all processes."""
+    if trainer.barebones:
         return
-    trainer.callbacks.append(callback_class(framework)())
+    ours = next((callback for callback in trainer.callbacks if isinstance(callback, ReshardOnGPULossLogic)), None)
+    if ours is None:
+        ours = callback_class(framework)()
+        trainer.callbacks.append(ours)
+    ours.name_job(trainer)

@@ -82,7 +82,6 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
 
     def setup_environment(self) -> None:
         """Join the job. Collective over all processes."""
-        ensure_callback(self.lightning_module.trainer, self.framework)
         super().setup_environment()
         device = self.root_device
         member = joining.enter(self.cluster_environment, device, self.config.recovery)
@@ -92,6 +91,7 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
             self.recovery.joined(member.generation)
             self.adopt(member.generation)
         self.set_world_ranks()
+        ensure_callback(self.lightning_module.trainer, self.framework)
 
     def connect(self, model: Any) -> None:
         """Lightning hands the module over."""

@@ -61,13 +61,13 @@ class EventLog:
         print(json.dumps(line), file=self.file, flush=True)
 
     def on_phase(self, name: str) -> None:
-        """Phases are as many as micro-batches; only the last one before a kill matters, and losses name it."""
+        if name == "regrouping":
+            self.seen = []  # the window runs again from its start
 
     def on_loss(self, event: LossEvent) -> None:
         self.write("loss", step=event.step, lost=event.workers, heard=event.seconds, phase=event.phase)
 
     def on_recovery(self, event: RecoveryEvent) -> None:
-        self.seen = []  # the window runs again from its start
         values = {"step": event.step, "lost": event.lost, "joined": event.joined, "parts": dict(event.seconds)}
         self.write("recovery", generation=event.generation, bytes=event.bytes_moved, degrees=event.degrees, **values)
 

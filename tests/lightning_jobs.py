@@ -133,6 +133,13 @@ def whole_state(strategy: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in whole_tensors(strategy.sharded)}
 
 
+def worst(state: dict[str, torch.Tensor], twin: torch.nn.Module) -> float:
+    """Largest difference between any parameter of a `whole_state` and the twin's."""
+    named = dict(twin.named_parameters())
+    assert state.keys() == named.keys()
+    return max(float((tensor - named[name].detach()).abs().max()) for name, tensor in state.items())
+
+
 def loader(size: int, batch_size: int, **options: Any) -> DataLoader:
     return DataLoader(Samples(size), batch_size=batch_size, **options)
 

@@ -15,7 +15,7 @@ from lightning_ntp.strategy.huggingface import plan_model, train_without_cache
 from tests import lightning_jobs as jobs
 from tests.models import KINDS, batch, float64_norms, randomize, tiny
 from tests.test_model_features import EXACT, cut_model, errors, packed, run
-from tests.test_trainer_features import BATCH, SIZE, worst
+from tests.test_trainer_features import BATCH, SIZE
 
 TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
 
@@ -115,7 +115,7 @@ def test_three_steps_of_fine_tuning_equal_one_process_and_plain_peft_loads_the_a
     twin = TunedLlama()
     with float64_norms():
         jobs.trainer("auto", 1, gradient_clip_val=0.05, max_steps=3).fit(twin, jobs.loader(SIZE, 2 * BATCH))
-    assert worst(state, twin) < 1e-9
+    assert jobs.worst(state, twin) < 1e-9
     files = {path.name for path in (tmp_path / "adapters").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= files and not any("model-" in name for name in files)
     loaded = peft.PeftModel.from_pretrained(tiny("llama"), str(tmp_path / "adapters"))

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests import lightning_jobs as jobs
 from tests.models import float64_norms, randomize
-from tests.test_trainer_features import BATCH, EXACT, SIZE, worst
+from tests.test_trainer_features import BATCH, EXACT, SIZE
 
 
 class Manual(jobs.TinyLlama):
@@ -127,7 +127,7 @@ def test_manual_optimization_equals_one_process(pool, kind, sizes):
     with float64_norms():
         trainer = jobs.trainer("auto", 1, max_epochs=2)
         trainer.fit(module, jobs.loader(SIZE, rows * BATCH))
-    assert worst(results[0][0], module) < EXACT
+    assert jobs.worst(results[0][0], module) < EXACT
     for _, seen, logged, is_toggle_left in results:
         assert max(map(len, seen)) == BATCH and len(seen) == len(module.seen), "one piece per row and loop batch"
         assert logged["train_epoch"] == pytest.approx(trainer.callback_metrics["train_epoch"].item(), abs=EXACT)

@@ -41,17 +41,11 @@ def _fit(rank: int, world: int, sizes: Any, kind: str, options: dict[str, Any], 
         }
 
 
-def _worst(state: dict[str, torch.Tensor], twin: torch.nn.Module) -> float:
-    named = dict(twin.named_parameters())
-    assert state.keys() == named.keys()
-    return max(float((tensor - named[name].detach()).abs().max()) for name, tensor in state.items())
-
-
 def test_five_steps_equal_one_process_and_log_what_it_logs(pool):
     options = {"gradient_clip_val": 0.5}
     results = pool.run(_fit, 5, [3, 2], "TinyLlama", options | {"max_epochs": 2, "max_steps": 5}, {})
     twin = jobs.in_one_process(jobs.TinyLlama, _order(2)[:5], **options)
-    assert _worst(results[0]["state"], twin) < 1e-9
+    assert jobs.worst(results[0]["state"], twin) < 1e-9
     assert {r["step"] for r in results} == {5}
     assert len({r["lr"] for r in results}) == 1
     for ours, theirs in zip(results[4]["history"][:4], twin.history[:4], strict=True):
@@ -69,7 +63,7 @@ def test_accumulation_syncs_once_and_the_short_last_window_steps(pool):
     order = global_order(RandomSampler(range(SIZE)), 5, 0)  # three data rows: loop batches of 12, windows of 36
     windows = [order]
     twin = jobs.in_one_process(jobs.TokenLlama, windows, gradient_clip_val=0.05, gradient_clip_algorithm="value")
-    assert _worst(results[0]["state"], twin) < 1e-9
+    assert jobs.worst(results[0]["state"], twin) < 1e-9
     assert {r["step"] for r in results} == {1}
 
 
@@ -155,7 +149,7 @@ def test_checkpoint_folder_resumes_under_another_topology(pool, tmp_path):
         step, state = pool.run(_resume, world, sizes, str(tmp_path / "epoch=0.ckpt"))[0]
         if len(sizes) == 2 and sizes[0] == 3:
             assert step == 8
-            assert _worst(state, twin) < 1e-9
+            assert jobs.worst(state, twin) < 1e-9
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained")
     named = {f"model.{name}": tensor for name, tensor in loaded.named_parameters()}
     assert named.keys() == saved[0][1].keys()
@@ -296,7 +290,7 @@ def test_hooks_see_the_users_batches_and_a_stream_is_shared_in_order(pool):
     assert sorted(i for micro in (*first_row, *second_row) for i in micro) == list(range(SIZE))
     ids = list(range(SIZE))
     twin = jobs.in_one_process(jobs.TinyLlama, [ids[:24], ids[24:]])
-    assert _worst(results[0][5], twin) < 1e-9
+    assert jobs.worst(results[0][5], twin) < 1e-9
 
 
 def _single(rank: int, world: int) -> Any:
@@ -311,7 +305,7 @@ def test_one_device_is_plain_training(pool):
     state, no_launcher = pool.run(_single, 1)[0]
     twin = jobs.in_one_process(jobs.TinyLlama, [[0, 1, 2, 3], [4, 5, 6, 7]], gradient_clip_val=0.5)
     assert no_launcher
-    assert _worst(state, twin) < 1e-9
+    assert jobs.worst(state, twin) < 1e-9
 
 
 def _with_pytorch_lightning(rank: int, world: int) -> Any:

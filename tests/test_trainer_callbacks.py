@@ -17,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests import lightning_jobs as jobs
 from tests.models import float64_norms
-from tests.test_trainer_features import BATCH, EXACT, SIZE, worst
+from tests.test_trainer_features import BATCH, EXACT, SIZE
 
 
 class Noted(jobs.TinyLlama):
@@ -87,7 +87,7 @@ def test_checkpoints_rates_and_logs_are_those_of_one_process(pool, tmp_path):
     module = Noted(rate=2e-2)
     with float64_norms():
         wanted = noted_fit(module, "auto", 1, 2 * BATCH, tmp_path / "theirs")
-    assert worst(results[0]["state"], module) < EXACT
+    assert jobs.worst(results[0]["state"], module) < EXACT
     for found in results:
         assert found["step"] == wanted["step"]
         assert found["best"] == pytest.approx(wanted["best"], abs=EXACT)
@@ -179,5 +179,5 @@ def test_the_command_line_and_stateful_loaders(pool, tmp_path, name):
     twin = Noted(rate=2e-2 if name == "class" else 1e-2)
     with float64_norms():
         jobs.trainer("auto", 1).fit(twin, jobs.loader(SIZE, 2 * BATCH))
-    assert worst(results[0][0], twin) < EXACT
+    assert jobs.worst(results[0][0], twin) < EXACT
     assert results[0][1] == ([(1, 2), (1, 1)] if name == "class" else [(1, 1), (1, 1)])

@@ -18,13 +18,6 @@ GLOBAL = [list(range(SIZE))[i : i + 8] for i in range(0, SIZE, 8)]
 EXACT = 1e-9
 
 
-def worst(state: dict[str, torch.Tensor], twin: torch.nn.Module) -> float:
-    """Largest difference between any parameter and the twin's."""
-    named = dict(twin.named_parameters())
-    assert state.keys() == named.keys()
-    return max(float((tensor - named[name].detach()).abs().max()) for name, tensor in state.items())
-
-
 class Scheduled(jobs.TinyLlama):
     """One schedule by epoch, one by a validated metric; notes when validation ran and what the rates were."""
 
@@ -93,7 +86,7 @@ def run_twin(kind: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 def test_loops_schedules_and_metrics_are_those_of_one_process(pool, name, kind):
     results = pool.run(run_fit, 5, [3, 2], kind, OPTIONS[name])
     module, wanted = run_twin(kind, OPTIONS[name])
-    assert worst(results[0]["state"], module) < EXACT
+    assert jobs.worst(results[0]["state"], module) < EXACT
     for found in results:
         for key in ("validated_at", "rates", "step"):
             assert found[key] == wanted[key], key
@@ -150,7 +143,7 @@ def test_a_compiled_module_is_trained_the_same(pool):
     module = Scheduled(num_hidden_layers=1)
     with float64_norms():
         fit(module, "auto", 1, 2 * BATCH, {"max_steps": 2, "limit_val_batches": 0})
-    assert worst(results[0][0], module) < EXACT
+    assert jobs.worst(results[0][0], module) < EXACT
     assert all(num_graphs > 0 for _, num_graphs in results)
 
 
@@ -161,4 +154,4 @@ def test_groups_frozen_parameters_and_checkpointing(pool, kind):
     module = globals()[kind]()
     with float64_norms():
         fit(module, "auto", 1, (4 if kind == "Grouped" else 2) * BATCH, options)
-    assert worst(results[0]["state"], module) < EXACT
+    assert jobs.worst(results[0]["state"], module) < EXACT

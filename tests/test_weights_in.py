@@ -25,7 +25,7 @@ from lightning_ntp.strategy.weight_files import WeightSource, read_cells, source
 from lightning_ntp.topology import Topology
 from tests import lightning_jobs as jobs
 from tests.models import float64_norms, tiny
-from tests.test_trainer_features import BATCH, EXACT, SIZE, worst
+from tests.test_trainer_features import BATCH, EXACT, SIZE
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_configure_model_trains_as_one_process(pool, folders):
     twin = Plain(str(folders / "llama"))
     with float64_norms():
         jobs.trainer("auto", 1, max_steps=2).fit(twin, jobs.loader(SIZE, 3 * BATCH))
-    assert worst(state, twin) < EXACT
+    assert jobs.worst(state, twin) < EXACT
 
 
 def test_adapters_on_weights_that_are_still_in_their_file(pool, folders):

@@ -92,7 +92,7 @@ class Saving(StrategyBase):
         """End a save that is under way, also after an exception, where others may be gone. Local."""
         if self._saver is not None:
             self._saver.abandon()
-        if self.lightning_module is not None:
+        if self._runner is not None:  # a process that only launches workers has no loops
             forget_first_log(training_results(self.lightning_module.trainer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

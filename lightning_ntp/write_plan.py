@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_ntp.layout import Span, slice_storage, subtract, total_length
+from lightning_ntp.layout import Span, intersect, slice_storage, subtract, total_length
 from lightning_ntp.model_spec import Cell, ParamSpec
 from lightning_ntp.topology import Topology
 
@@ -52,10 +52,13 @@ def written_cells(
     parties = _parties(spec, topology)
     found, alone = [], spec.numel < small_numel
     for number, cell in enumerate(_reference_cells(spec, topology)):
+        columns = _common(own.columns, cell.columns)
+        if not columns or not intersect(own.rows, cell.rows):
+            continue
         start, stop = _share(parties, party, index, 0 if alone else number, alone)
         length = total_length(cell.rows)
         rows = slice_storage(cell.rows, int(length * start), int(length * stop))
-        part = Cell(_common(own.rows, rows), _common(own.columns, cell.columns))
+        part = Cell(_common(own.rows, rows), columns)
         if part.numel:
             found.append(part)
     return tuple(found)

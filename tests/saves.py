@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_ntp.dtensor.checkpoint import commit, stage, write_part, write_values
-from lightning_ntp.strategy.checkpointing import collect, load, model_state
+from lightning_ntp.strategy.checkpointing import collect, load, model_state, parts_to_write
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.saver import Save, Saver
 from tests.engine import ShardedJob
@@ -22,9 +22,8 @@ def control_of(job: ShardedJob) -> ControlPlane:
 def save_job(job: ShardedJob, folder: Path | str, values: dict[str, Any] | None = None) -> None:
     """Model and optimizer. Collective."""
     target, groups = Path(folder), job.groups
-    tensors, others = collect(
-        job.sharded, [job.optimizer], {"state_dict": model_state(job.sharded), "optimizer_states": [], **(values or {})}
-    )
+    checkpoint = {"state_dict": model_state(job.sharded), "optimizer_states": [], **(values or {})}
+    tensors, others = collect(job.sharded, [job.optimizer], checkpoint, parts_to_write(job.sharded))
     leads, parts = groups.worker == groups.leader, groups.topology.workers
     chunks, content = stage(tensors, leads), io.BytesIO()
     torch.save(others, content)

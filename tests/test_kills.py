@@ -144,5 +144,6 @@ def test_kills_leave_complete_checkpoints(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_fifty_kills_leave_complete_checkpoints(tmp_path):
     _kill_at_random_moments(tmp_path, 50)

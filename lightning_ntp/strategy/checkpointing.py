@@ -71,15 +71,21 @@ def _cell(sharded: ShardedModel, spec: ParamSpec, tensor: torch.Tensor, parts: P
 
 
 def collect(
-    sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer], checkpoint: Mapping[str, Any]
+    sharded: ShardedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    checkpoint: Mapping[str, Any],
+    parts: Parts,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What is to be written: tensors by name, and everything else.
 
     The state is taken now, not from `checkpoint`: a recovery may have moved it since Lightning collected. From
     `checkpoint` come the names, as hooks of the user may have dropped some, and tensors that hooks have added.
+
+    Args:
+        parts: from `parts_to_write`.
+
     Local.
     """
-    parts = parts_to_write(sharded)
     current, chosen = model_state(sharded, parts), checkpoint["state_dict"]
     tensors = {f"{MODEL}{name}": current.get(name, value) for name, value in chosen.items()}
     values = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}

@@ -31,6 +31,7 @@ from lightning_ntp.strategy.pretrained import DESCRIPTION, JOB, PREFIX
 from lightning_ntp.strategy.resume import rewrite_counters
 from lightning_ntp.strategy.saver import Save, Saver
 from lightning_ntp.strategy.whole import whole_optimizer_state, whole_tensors
+from lightning_ntp.topology import Topology
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Saving(StrategyBase):
     """Checkpoints are folders of cells that load under any topology, or one file in plain Lightning's form."""
 
     _saver: Saver | None = None
+    _parts: tuple[Topology, checkpointing.Parts] | None = None
     _resumed_epoch: Callable[[str, Any], None] | None = None
     _unsaveable: frozenset[str] = frozenset()
 
@@ -140,7 +142,9 @@ class Saving(StrategyBase):
     def _folder_save(self, target: Path, token: str, checkpoint: Mapping[str, Any]) -> Save:
         groups = self.sharded.groups
         leads, parts = groups.worker == groups.leader, groups.topology.workers
-        tensors, values = checkpointing.collect(self.sharded, self.optimizers, checkpoint)
+        if self._parts is None or self._parts[0] is not groups.topology:  # seconds for a large model: once per topology
+            self._parts = groups.topology, checkpointing.parts_to_write(self.sharded)
+        tensors, values = checkpointing.collect(self.sharded, self.optimizers, checkpoint, self._parts[1])
         chunks = stage(tensors, leads)
         also = self._values_writer(values) if leads else None
 
@@ -274,7 +278,8 @@ class Saving(StrategyBase):
             restore_metrics(self.lightning_module, job[LOGGED]["metrics"], is_first_row)
             self._resumed_epoch = starter(job[LOGGED]["logged"], is_first_row)
         checkpoint.setdefault("pytorch-lightning_version", importlib.import_module(self.framework).__version__)
-        checkpoint.setdefault("lr_schedulers", [])  # a folder of stock DCP has none; there they start anew
+        if "loops" not in checkpoint:  # a folder of stock DCP: schedulers start anew
+            checkpoint["lr_schedulers"] = []
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """`load_checkpoint` has done it."""

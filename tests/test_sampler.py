@@ -386,9 +386,10 @@ class Tape(Stream):
         self.at = 0
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
+@pytest.mark.parametrize("num_workers", [0, 3])
 @pytest.mark.parametrize("tells", [True, False])
-@pytest.mark.parametrize("stop", [1, 4, 7, 8])
+@pytest.mark.parametrize("stop", [1, 6, 8])
 def test_a_stream_goes_on_from_its_state_or_by_reading(num_workers, tells, stop, monkeypatch):
     if not tells:
         monkeypatch.delattr(Tape, "state_dict")

@@ -9,12 +9,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_ntp.errors import ConfigError
 from tests import lightning_jobs as jobs
 from tests.models import float64_norms
 from tests.test_trainer_features import BATCH, EXACT, SIZE
@@ -130,6 +136,59 @@ def test_predictions_keep_their_order_over_rows_and_test_is_exact(pool):
         batches = zip(*(rows[row][loader] for row in range(3)), strict=True)
         in_order = [index for batch in batches for part in batch for index in part or ()]
         assert in_order == list(range(size))
+
+
+class Averaged(jobs.TinyLlama):
+    """Validates with the average; remembers what it saw there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[float] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(self.trainer.callback_metrics["val_epoch"].item())
+
+
+def averaged_fit(module: Any, strategy: Any, devices: int, batch_size: int, epochs: int, **options: Any) -> Any:
+    """A fit with an average over the steps; checkpoints at the end of each epoch where a folder is given."""
+    folder = options.pop("folder", None)
+    extra = [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)] if folder else []
+    trainer = jobs.trainer(
+        strategy, devices, max_epochs=epochs, val_check_interval=2, num_sanity_val_steps=1,
+        callbacks=[EMAWeightAveraging(decay=0.5, update_starting_at_step=1), *extra], enable_checkpointing=bool(folder),
+    )  # fmt: skip
+    trainer.fit(module, jobs.loader(SIZE, batch_size), jobs.loader(9, batch_size), **options)
+    return trainer
+
+
+def run_averaged(rank: int, world: int, folder: str) -> Any:
+    with jobs.as_worker(rank, world):
+        strategy = jobs.ntp(replica_sizes=[3, 2])
+        module = Averaged()
+        averaged_fit(module, strategy, world, BATCH, 2, folder=folder)
+        with pytest.raises(ConfigError, match="an earlier fit, validate or test of this module has cut it"):
+            averaged_fit(module, jobs.ntp(replica_sizes=[3, 2]), world, BATCH, 3)
+        return jobs.whole_state(strategy), module.validated
+
+
+def resume_averaged(rank: int, world: int, checkpoint: str) -> Any:
+    with jobs.as_worker(rank, world):
+        strategy = jobs.ntp(replica_sizes=[(2, 1)] if world == 2 else [(1, 2), (1, 1)])
+        averaged_fit(Averaged(), strategy, world, BATCH, 2, ckpt_path=checkpoint)
+        return jobs.whole_state(strategy)
+
+
+def test_an_average_of_weights_is_that_of_one_process(pool, tmp_path):
+    results = pool.run(run_averaged, 5, str(tmp_path))
+    twin = Averaged()
+    with float64_norms():
+        averaged_fit(twin, "auto", 1, 2 * BATCH, 2)
+    for _, validated in results:
+        assert validated == pytest.approx(twin.validated, abs=EXACT)
+    assert jobs.worst(results[0][0], twin) < EXACT
+    for world in (2, 3):  # two data rows each: the same global batches
+        state = pool.run(resume_averaged, world, str(tmp_path / "epoch=0.ckpt"))[0]
+        assert jobs.worst(state, twin) < EXACT
 
 
 class Data(L.LightningDataModule):

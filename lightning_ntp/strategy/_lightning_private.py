@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
+
+import torch
 
 from lightning_ntp.strategy.resume import EpochCounts
 
@@ -313,3 +315,65 @@ def forget_first_log(results: Any) -> None:
     if hasattr(results, "act"):
         del results.act
         results.__class__ = type(results).__mro__[1]
+
+
+class AverageOf:
+    """A WeightAveraging callback whose average is ours to keep. Its methods are replaced on the instance, and its copy's parameters.
+
+    It would copy a sharded module, swap weights once more when a validation is begun anew, and save the average in place of the
+    weights.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self.callback, self._swapped = callback, False
+
+    @property
+    def num_averaged(self) -> int:
+        """Updates that the average has seen."""
+        return int(self.callback._average_model.n_averaged)
+
+    def take_over(self, before: Callable[[], None], updated: Callable[[], None]) -> None:
+        """Let `before` run before the callback touches weights, and `updated` after each update of the average."""
+        callback, average = self.callback, self.callback._average_model
+        swap, copy_back, update = callback._swap_models, callback._copy_average_to_current, average.update_parameters
+
+        def update_parameters(model: Any) -> None:
+            before()
+            update(model)
+            updated()
+
+        def exchange(module: Any, wanted: bool) -> None:
+            if self._swapped is not wanted:
+                before()
+                swap(module)
+                self._swapped = wanted
+
+        def finish(trainer: Any, module: Any) -> None:
+            before()
+            copy_back(module)
+
+        average.update_parameters = update_parameters
+        callback.on_validation_epoch_start = lambda trainer, module: exchange(module, True)
+        callback.on_validation_epoch_end = lambda trainer, module: exchange(module, False)
+        callback.on_train_end = finish
+        callback.on_save_checkpoint = callback.on_load_checkpoint = lambda *_: None
+
+    def show(self, cells: Mapping[str, torch.Tensor], num_averaged: int) -> None:
+        """The callback's copy holds these tensors from now on, by the names of the module's parameters."""
+        average = self.callback._average_model
+        named = dict(average.module.named_parameters(remove_duplicate=False))
+        owners: dict[int, list[tuple[Any, str]]] = {}
+        for name, parameter in named.items():
+            owner, _, own = name.rpartition(".")
+            owners.setdefault(id(parameter), []).append((average.module.get_submodule(owner), own))
+        for name, cell in cells.items():
+            shared = torch.nn.Parameter(cell, requires_grad=False)
+            for owner, own in owners[id(named[name])]:
+                setattr(owner, own, shared)
+        average.n_averaged.fill_(num_averaged)
+
+
+def averages_of(trainer: Any) -> list[AverageOf]:
+    """The WeightAveraging callbacks of a Trainer."""
+    kinds = [callback for callback in trainer.callbacks if "WeightAveraging" in {cls.__name__ for cls in type(callback).__mro__}]
+    return [AverageOf(callback) for callback in kinds]

@@ -122,6 +122,15 @@ class StrategyBase(_Base):
         return self._topology
 
     @property
+    def state_holders(self) -> list[torch.optim.Optimizer]:
+        """Everything that keeps state beside each parameter, which is moved, saved and loaded with it."""
+        return list(self.optimizers)
+
+    def is_cut(self, module: Any) -> bool:
+        """Whether an earlier run of a Trainer in this process has cut the module."""
+        raise NotImplementedError
+
+    @property
     def runner(self) -> StepRunner:
         """What runs steps; there is one from `setup` on."""
         if self._runner is None:

@@ -76,7 +76,7 @@ class Regrouping(Stepping, Loading):
             groups = Groups(topology, member.worker, self.root_device.type, generation.members)
         steps = {worker: info["step"] for worker, info in generation.who_said()}
         with torch.inference_mode(False):
-            report = rebuild(self.sharded, self.optimizers, groups, steps, agree=agree)
+            report = rebuild(self.sharded, self.state_holders, groups, steps, agree=agree)
         self._topology = topology
         self.runner.control = ControlPlane(groups, self.root_device)
         self._held_step = report.step

@@ -144,7 +144,7 @@ class Saving(StrategyBase):
         leads, parts = groups.worker == groups.leader, groups.topology.workers
         if self._parts is None or self._parts[0] is not groups.topology:  # seconds for a large model: once per topology
             self._parts = groups.topology, checkpointing.parts_to_write(self.sharded)
-        tensors, values = checkpointing.collect(self.sharded, self.optimizers, checkpoint, self._parts[1])
+        tensors, values = checkpointing.collect(self.sharded, self.state_holders, checkpoint, self._parts[1])
         chunks = stage(tensors, leads)
         also = self._values_writer(values) if leads else None
 
@@ -254,7 +254,7 @@ class Saving(StrategyBase):
             self.saver.settle()
             return checkpointing.load(
                 self.sharded,
-                self.optimizers if fitting else [],
+                self.state_holders if fitting else [],
                 self.broadcast(str(checkpoint_path)),
                 self.control.any_message,
                 self.lightning_module.strict_loading,

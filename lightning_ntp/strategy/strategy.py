@@ -25,6 +25,7 @@ from lightning_ntp.strategy._lightning_private import (
 )
 from lightning_ntp.strategy._torch_private import move_to_device
 from lightning_ntp.strategy.adapters import initialise_adapters
+from lightning_ntp.strategy.averaging import Averaging
 from lightning_ntp.strategy.callback import ensure_callback
 from lightning_ntp.strategy.compiling import Compiling
 from lightning_ntp.strategy.config import (
@@ -124,6 +125,10 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
             self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, module)
         self.setup_precision_plugin()
+
+    def is_cut(self, module: Any) -> bool:
+        """See the base."""
+        return module is not None and module in _SHARDED
 
     def _use(self, sharded: ShardedModel, healthy: Topology) -> None:
         self._topology, self._num_healthy_rows = sharded.groups.topology, len(healthy.data_rows)
@@ -229,4 +234,4 @@ def strategy_class(framework: str = "lightning.pytorch") -> type[NTPStrategyLogi
     """`NTPStrategyLogic` over the ParallelStrategy of ``lightning.pytorch`` or ``pytorch_lightning``: two class trees."""
     base = importlib.import_module(f"{framework}.strategies").ParallelStrategy
     namespace = {"__doc__": NTPStrategyLogic.__doc__, "__module__": "lightning_ntp", "framework": framework}
-    return type(base)("NTPStrategy", (ManualOptimization, Compiling, NTPStrategyLogic, base), namespace)
+    return type(base)("NTPStrategy", (Averaging, ManualOptimization, Compiling, NTPStrategyLogic, base), namespace)

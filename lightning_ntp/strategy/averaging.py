@@ -1,0 +1,76 @@
+"""Lightning's WeightAveraging (EMA) on a cut model: the average is kept in cells, and moved and saved like optimizer state.
+
+The callback copies the module before it is cut. Once it is, the copy's parameters are exchanged for cells that belong to an
+optimizer that never steps: a loss, a newcomer and a checkpoint then treat them as they treat Adam's moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy._lightning_private import AverageOf, averages_of
+from lightning_ntp.strategy.base import StrategyBase
+
+KEY, COUNT = "average", "num_averaged"
+
+
+class AverageCells(torch.optim.Optimizer):
+    """Cells of an average over the steps, one per parameter. Not an optimizer: it has the form of one, and `step` does nothing."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {COUNT: 0})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {KEY: parameter.detach().clone()}
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Nothing: the callback writes the cells."""
+
+
+class Averaging(StrategyBase):
+    """Stands before the strategy's own setup and validation where a WeightAveraging callback is used."""
+
+    _averages: tuple[tuple[AverageOf, AverageCells], ...] = ()
+
+    @property
+    def state_holders(self) -> list[torch.optim.Optimizer]:
+        """Optimizers and averages."""
+        return [*super().state_holders, *(cells for _, cells in self._averages)]
+
+    def setup_environment(self) -> None:
+        """See the strategy. Collective over all processes."""
+        super().setup_environment()
+        module = self.lightning_module
+        if self.is_cut(module) and averages_of(module.trainer):
+            raise ConfigError(
+                "WeightAveraging copies the module when fit begins, and an earlier fit, validate or test of this module has cut it; "
+                "leave the callback out, or make the module anew"
+            )
+
+    def setup(self, trainer: Any) -> None:
+        """See the strategy. Collective over all processes."""
+        super().setup(trainer)
+        self._averages = ()
+        if trainer.state.fn != "fit":
+            return
+        found = []
+        for average in averages_of(trainer):
+            cells = AverageCells([parameter for _, parameter in self.sharded.parameters()])
+            average.take_over(lambda a=average, c=cells: self._present(a, c), lambda a=average, c=cells: _count(a, c))  # type: ignore[misc]
+            self._present(average, cells)  # which lets go of the whole copy
+            found.append((average, cells))
+        self._averages = tuple(found)
+
+    def _present(self, average: AverageOf, cells: AverageCells) -> None:
+        """Before the callback looks at module and average: both show their cells, wherever these have come from."""
+        state = cells.state
+        average.show(
+            {spec.fqn: state[parameter][KEY] for spec, parameter in self.sharded.parameters()}, cells.param_groups[0][COUNT]
+        )
+
+
+def _count(average: AverageOf, cells: AverageCells) -> None:
+    cells.param_groups[0][COUNT] = average.num_averaged

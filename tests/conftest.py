@@ -15,6 +15,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="offline",
     MPLBACKEND="Agg",
+    RES_OPTIONS="timeout:1 attempts:1",
 )
 
 import hypothesis

@@ -84,16 +84,27 @@ class Crew:
         for process in self.workers.values():
             process.signal(number)
 
-    def give_up(self, worker: int) -> None:
-        """Ends a worker that does not answer: its stacks first (Python's if it can, the kernel's view in any case)."""
+    def give_up(self, worker: int, why: str) -> None:
+        """Ends a worker that is of no use: its stacks first (Python's if it can, the kernel's view in any case)."""
         process = self.workers.get(worker)
         if process is None:
             return
+        process.why = why
         process.signal(signal.SIGUSR2)  # see Member: the traceback of all threads, on stderr
         time.sleep(STACKS_SECONDS)
         process.pump(time.monotonic())
         self._log.output(worker, kernel_view(process.pid).encode())
         process.signal(signal.SIGKILL)
+
+    def is_traced(self, worker: int) -> bool:
+        """Whether somebody has stopped a worker in a debugger (gdb, strace, py-spy): then its silence says nothing."""
+        process = self.workers.get(worker)
+        if process is None:
+            return False
+        try:
+            return "TracerPid:\t0\n" not in Path(f"/proc/{process.pid}/status").read_text()
+        except OSError:
+            return False
 
     def abandon(self) -> list[WorkerProcess]:
         """Leaves behind who ignores SIGKILL (stuck in the kernel); returns them."""

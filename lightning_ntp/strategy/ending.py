@@ -59,12 +59,13 @@ class EndingState:
 class EndedWorker:
     """A worker that has ended, on this node or another.
 
-    held_since: when its traceback came, None without one. release: prints what was held back, on its own node.
+    why: the supervisor's reason, if it ended the worker. held_since: when its traceback came, None without one. release: prints what was held back, on its own node.
     """
 
     worker: int
     exit_code: int
     node: int = 0
+    why: str = ""
     has_traceback: bool = False
     blames_a_peer: bool = False
     held_since: float | None = None
@@ -79,6 +80,7 @@ class EndedWorker:
             process.worker,
             process.exit_code,
             node,
+            process.why,
             relay.has_traceback,
             relay.blames_a_peer,
             relay.held_since,
@@ -92,7 +94,7 @@ class EndedWorker:
 
     def __str__(self) -> str:
         where = f" on node {self.node}" if self.node else ""
-        return f"worker {self.worker}{where}: {describe_exit(self.exit_code)}"
+        return f"worker {self.worker}{where}: {self.why or describe_exit(self.exit_code)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from lightning_ntp.strategy import rendezvous
+from lightning_ntp.strategy import nccl, rendezvous
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.generation import MemberConfig
 from lightning_ntp.strategy.launcher import why_no_recovery
 from lightning_ntp.strategy.membership import Member
+from lightning_ntp.strategy.supervisor_config import ENV_LOG_FOLDER
 from lightning_ntp.testing import FaultScript
 
 _log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ def enter(environment: WorkerEnvironment, device: torch.device, config: Recovery
     if rendezvous.ENV_STORE_ENDPOINT in os.environ:
         address = rendezvous.JobAddress.from_env(os.environ)
         if address.recovery:
+            if backend == "nccl":
+                _prepare_nccl()
             _MEMBER.append(_join(address, backend, device, config))
             return _MEMBER[0]
     if config.is_on(os.environ) and environment.global_rank() == 0 and (why := why_no_recovery(os.environ)):
@@ -47,6 +51,12 @@ def enter(environment: WorkerEnvironment, device: torch.device, config: Recovery
     rank, world = environment.global_rank(), environment.world_size()
     dist.init_process_group(backend, init_method="env://", rank=rank, world_size=world)
     return None
+
+
+def _prepare_nccl() -> None:
+    folder = os.environ.get(ENV_LOG_FOLDER)
+    nccl.prepare_environ(os.environ, Path(folder) if folder else None)
+    nccl.check_version(tuple(torch.cuda.nccl.version()))
 
 
 def _join(address: rendezvous.JobAddress, backend: str, device: torch.device, config: RecoveryConfig) -> Member:

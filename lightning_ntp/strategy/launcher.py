@@ -13,7 +13,7 @@ from lightning_ntp.strategy.gpus import visible_gpus
 from lightning_ntp.strategy.job_log import new_run_folder
 from lightning_ntp.strategy.rendezvous import ENV_RECOVERY, ENV_STORE_ENDPOINT
 from lightning_ntp.strategy.supervisor import Supervisor
-from lightning_ntp.strategy.supervisor_config import SupervisorConfig
+from lightning_ntp.strategy.supervisor_config import ENV_RESOLVER, RESOLVER, SupervisorConfig
 
 
 class WorkerLauncher:
@@ -56,6 +56,7 @@ class WorkerLauncher:
 
         What follows in the script runs in the workers.
         """
+        os.environ.setdefault(ENV_RESOLVER, RESOLVER)  # this process is nothing but a supervisor from here on
         recovery, gpus = self.recovery.is_on(os.environ), visible_gpus(os.environ)
         config = SupervisorConfig(
             patience=self.recovery.patience,

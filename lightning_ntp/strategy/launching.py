@@ -21,7 +21,7 @@ from lightning_ntp.strategy.node_agent import NodeAgent
 from lightning_ntp.strategy.respawn import RespawnConfig
 from lightning_ntp.strategy.slurm import HIDDEN, SlurmTask
 from lightning_ntp.strategy.supervisor import Supervisor
-from lightning_ntp.strategy.supervisor_config import SupervisorConfig
+from lightning_ntp.strategy.supervisor_config import ENV_RESOLVER, RESOLVER, SupervisorConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class LaunchPlan:
 
     def run(self, command: Sequence[str]) -> int:
         """Supervises until the job has ended; the exit code."""
+        os.environ.setdefault(ENV_RESOLVER, RESOLVER)
         if self.node == 0:
             code = Supervisor(command, self.num_workers, recovery=self.recovery, config=self.config).run()
             if self.exit_file is not None:

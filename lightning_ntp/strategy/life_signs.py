@@ -1,4 +1,4 @@
-"""What a worker's heartbeat says of its main thread: how long steps take, and whether somebody debugs it."""
+"""What can be said of a worker's main thread from beside it: how long steps take, who debugs it, whether it is stuck."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 _DEBUGGERS = frozenset({"pdb", "bdb", "ipdb", "pudb", "pydevd", "debugpy", "_pydevd_bundle"})
+
+
+_WAITING_IN = ("torch.distributed", "torch._ops", "torch.autograd")
+"""Where the innermost Python frame of a thread is that waits in a collective (in its own call, or inside of backward)."""
 
 
 class StepClock:
@@ -49,3 +53,27 @@ def being_debugged(thread_ident: int) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class StandstillProbe:
+    """Looks at a thread again and again: does it wait in a collective, or does it still get somewhere?"""
+
+    def __init__(self, thread_ident: int, native_id: int) -> None:
+        self._ident = thread_ident
+        self._schedstat = Path(f"/proc/self/task/{native_id}/schedstat")
+        self._before: tuple[int, int, str] | None = None
+
+    def stands_still(self) -> bool:
+        """Whether it has not run at all since the last look, and its innermost frame is the same one of torch's."""
+        now = self._look()
+        stands = now is not None and now == self._before
+        self._before = now
+        return stands
+
+    def _look(self) -> tuple[int, int, str] | None:
+        """Frame, instruction and CPU time; None outside of torch's collectives."""
+        frame = sys._current_frames().get(self._ident)
+        name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
+        if frame is None or not name.startswith(_WAITING_IN):
+            return None
+        return id(frame), frame.f_lasti, self._schedstat.read_text().split()[0]

@@ -38,12 +38,15 @@ from lightning_ntp.strategy.generation import (
     MemberConfig,
     Outcome,
 )
-from lightning_ntp.strategy.life_signs import StepClock, being_debugged
+from lightning_ntp.strategy.life_signs import StandstillProbe, StepClock, being_debugged
 from lightning_ntp.strategy.sockets import GroupSockets
 from lightning_ntp.testing import FaultScript
 
 _log = logging.getLogger(__name__)
 
+
+LOOK_SECONDS = 0.25
+"""Between two looks at a main thread that a break should have freed."""
 
 _TRANSPORT_WORDS = ("connection", "gloo", "nccl", "socket", "timed out", "broken pipe")
 
@@ -81,6 +84,7 @@ class Member:
         self._lock = threading.RLock()
         self._broken = threading.Event()
         self._closed = threading.Event()
+        self._joining = threading.Event()
         self._number = 0  # of the current generation
         self._standing = threading.Condition(self._lock)
         self._open_vote: str | None = None
@@ -91,7 +95,7 @@ class Member:
         self._steps = StepClock(time.monotonic)
         self._leave_why = ""
         self._leave_told = False
-        self._main_thread = threading.get_ident()
+        self._main_thread, self._main_native_id = threading.get_ident(), threading.get_native_id()
         self._threads = [
             threading.Thread(target=self._until_supervisor_is_gone, args=(body,), name=f"ntp-{name}", daemon=True)
             for name, body in (("watch", self._watch), ("heartbeat", self._beat))
@@ -143,6 +147,20 @@ class Member:
             end = rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")
             if end["broken"]:
                 self._break(seen, Loss(tuple(end.get("workers", ())), end.get("why", "")))
+                self._see_free(seen)
+
+    def _see_free(self, number: int) -> None:
+        """Ends this worker if the cut has not freed its main thread; see the note on gloo in sockets.py. A loss, no hang."""
+        probe, still = StandstillProbe(self._main_thread, self._main_native_id), 0
+        while still * LOOK_SECONDS < self.config.free_seconds:
+            if self._closed.wait(LOOK_SECONDS) or number != self._number or not self._broken.is_set():
+                return
+            if self._joining.is_set():
+                return
+            still = still + 1 if probe.stands_still() else 0
+        faulthandler.dump_traceback(all_threads=True)
+        _log.error("worker %d is still blocked %.0f s after a loss: it leaves", self.worker, self.config.free_seconds)
+        self._exit_process(rendezvous.EXIT_LOST)
 
     def _break(self, number: int, loss: Loss) -> None:
         """Frees the main thread, wherever it waits: for a decision, in a collective, or while groups are made."""
@@ -167,6 +185,7 @@ class Member:
         asked for it, all members have agreed to re-form here.
         """
         self._steps.pause()
+        self._joining.set()
         if self._regroup_wanted or regroup:
             self._store.add(f"regrouping/{self._number}", 1)
             self._regroup_wanted = False
@@ -215,6 +234,7 @@ class Member:
         with self._lock:
             self.groups = GroupSockets()
             self._broken.clear()
+            self._joining.clear()  # it may be broken, and its main thread blocked, from here on
             self._number = number
             self._standing.notify_all()
         with self.groups:

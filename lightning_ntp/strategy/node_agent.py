@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from lightning_ntp.errors import ConfigError, RankLostError
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.crew import Crew
 from lightning_ntp.strategy.ending import EndingState
+from lightning_ntp.strategy.health import GpuProbe, HealthEvent, HealthWatch, child_command
 from lightning_ntp.strategy.job_log import JobLog, last_lines
 from lightning_ntp.strategy.node_board import BEAT_SECONDS
 from lightning_ntp.strategy.signals import SignalWatch
@@ -67,6 +69,9 @@ class NodeAgent:
         self._write = write
         self._ending: EndingState | None = None
         self._num_orders = 0
+        self._slots: dict[int, int] = {}
+        self._probes: dict[int, tuple[GpuProbe, Mapping[str, str]]] = {}
+        self._health = HealthWatch(child_command(config.gpus), time.monotonic)
         self._num_exits = 0
         self._beat_seconds = 0.0
         self._leaving_since: float | None = None
@@ -81,6 +86,7 @@ class NodeAgent:
         if self.node is None:
             self.node = int(job["num_nodes"]) - 1 + self._store.add("nodes/newcomers", 1)
         folder = None if job["log_folder"] is None else Path(job["log_folder"])
+        self.config = replace(self.config, log_folder=folder)
         with SignalWatch() as signals, JobLog(folder, with_events=False) as log:
             self._log = log
             with Crew(self.command, self._start_process, self._write, log) as crew:
@@ -93,6 +99,7 @@ class NodeAgent:
                     self._write(b"[ntp] the store is gone, and with it the first node: this node ends its workers\n")
                     return rendezvous.EXIT_NO_SUPERVISOR
                 finally:
+                    self._health.close()
                     self._end_rest()
 
     def _connect(self) -> dist.Store:
@@ -126,11 +133,43 @@ class NodeAgent:
                 self._report(process)
             while signals.pending:
                 self._on_signal(signals.pending.pop(0), now)
+            for event in self._health.poll():
+                self._on_gpu(event)
+            self._look_at_probes()
             self._beat(now)
             self._obey()
             self._tick(now)
         self._store.set(f"node/{self.node}/gone", "1")
         return self._ending.exit_code
+
+    def _start(self, worker: int, slot: int, environ: Mapping[str, str]) -> None:
+        """Starts a worker; a second one at the same place only if its GPU is still there."""
+        again = slot in self._slots.values()
+        self._slots[worker] = slot
+        if again and slot < len(self.config.gpus):
+            self._probes[worker] = (GpuProbe(self.config.gpus[slot]), environ)
+        else:
+            self._crew.start(worker, self.config.worker_environ(self.env, environ, slot))
+
+    def _look_at_probes(self) -> None:
+        for worker, (probe, environ) in list(self._probes.items()):
+            if probe.answer is None:
+                continue
+            del self._probes[worker]
+            slot = self._slots[worker]
+            if probe.answer:
+                self._crew.start(worker, self.config.worker_environ(self.env, environ, slot))
+            else:
+                why = f"the driver does not list {self.config.gpus[slot]} any more"
+                self._tell({"worker": worker, "exit_code": rendezvous.EXIT_LOST, "why": why})
+
+    def _on_gpu(self, event: HealthEvent) -> None:
+        """The worker on a broken GPU cannot go on."""
+        _log.error("%s", event)
+        for worker in list(self._crew.workers):
+            slot = self._slots[worker]
+            if event.is_fatal and self.config.gpus[slot : slot + 1] == (event.gpu,):
+                self._crew.give_up(worker, str(event))
 
     def _beat(self, now_seconds: float) -> None:
         if now_seconds - self._beat_seconds >= BEAT_SECONDS:
@@ -143,12 +182,16 @@ class NodeAgent:
         report = {
             "worker": process.worker,
             "exit_code": process.exit_code,
+            "why": process.why,
             "has_traceback": relay.has_traceback,
             "blames_a_peer": relay.blames_a_peer,
             "last_words": last_lines(bytes(relay.tail)),
         }
         relay.release()
         self._log.forget(process.worker)
+        self._tell(report)
+
+    def _tell(self, report: Mapping[str, object]) -> None:
         self._num_exits += 1
         rendezvous.put_json(self._store, f"node/{self.node}/exit/{self._num_exits}", report)
         self._store.add(f"node/{self.node}/exits", 1)
@@ -166,9 +209,9 @@ class NodeAgent:
     def _carry_out(self, order: Mapping[str, object]) -> None:
         match order:
             case {"do": "start", "worker": int(worker), "slot": int(slot), "environ": dict(environ)}:
-                self._crew.start(worker, self.config.worker_environ(self.env, environ, slot))
-            case {"do": "give-up", "worker": int(worker)}:
-                self._crew.give_up(worker)
+                self._start(worker, slot, environ)
+            case {"do": "give-up", "worker": int(worker), "why": str(why)}:
+                self._crew.give_up(worker, why)
             case {"do": "stacks"}:
                 self._crew.signal_all(signal.SIGUSR2)
             case {"do": "generation", "generation": int(number), "workers": list(workers)}:

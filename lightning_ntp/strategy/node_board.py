@@ -78,11 +78,12 @@ class NodeBoard:
                     int(report["worker"]),
                     int(report["exit_code"]),
                     node.number,
-                    bool(report["has_traceback"]),
-                    bool(report["blames_a_peer"]),
-                    now_seconds if report["has_traceback"] else None,
+                    str(report["why"]),
+                    bool(report.get("has_traceback")),
+                    bool(report.get("blames_a_peer")),
+                    now_seconds if report.get("has_traceback") else None,
                 )
-                found.append(RemoteExit(ended, list(report["last_words"])))
+                found.append(RemoteExit(ended, list(report.get("last_words", ()))))
         return found
 
     def silent(self, now_seconds: float, limit_seconds: float) -> list[NodeState]:
@@ -104,7 +105,7 @@ class NodeBoard:
         return [node for node in self.nodes.values() if not node.lost]
 
     def order(self, number: int, do: str, **what: Any) -> None:
-        """Tells a node what to do: "start" (worker, slot, environ), "give-up" (worker), "stacks", "end" (...)."""
+        """Tells a node what to do: "start" (worker, slot, environ), "give-up" (worker, why), "stacks", "end" (...)."""
         node = self.nodes.get(number)
         if node is None or node.lost:
             return

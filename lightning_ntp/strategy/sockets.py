@@ -6,9 +6,11 @@ the group's own TCP connections does, within milliseconds. They are found by wha
 groups were made; a connection is recognised by its inode, so a file descriptor that was reused is left alone, and a
 listening socket is never touched, because gloo ends the whole process when its listener fails.
 
-Known gap: about 1 of 100 to 250 kills on a machine at load 20 left one survivor blocked in an all-reduce that it entered just as
-a peer died, although its connections were cut and its peers had closed theirs (shutting down the reading side only made no
-difference). It comes free at the group timeout, or is fenced after `Patience.join_seconds`; the others go on either way.
+[Note: what no cut can free] In gloo's TCP transport (`Pair::write`, `Pair::signalException`) a write that meets a connection
+reset (ECONNRESET, EPIPE) is put aside for the event loop; when the loop then sees the end of the connection, it wakes the
+buffers of pending sends and receives, but not those of sends put aside nor of a receive that has begun. Such a call sits in
+`UnboundBuffer::waitSend` until the group's timeout with all connections closed (6 of 408 kills at load 20, stacks by gdb).
+`Member` notices that its main thread stands still after a cut and leaves: a second worker is lost, nobody waits.
 """
 
 from __future__ import annotations

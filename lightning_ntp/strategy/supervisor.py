@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import Coordinator, Event
 from lightning_ntp.strategy.ending import EndedWorker
+from lightning_ntp.strategy.health import GpuProbe, HealthEvent
 from lightning_ntp.strategy.job_log import LossReport, last_lines
 from lightning_ntp.strategy.node_board import NodeBoard, NodeState
 from lightning_ntp.strategy.respawn import Place
@@ -81,6 +82,7 @@ class Supervisor(SupervisorBase):
                 code = self._conclude()
                 self._log.event("end", exit_code=code, why=self._ending.why if self._ending else "")
                 self._say_goodbye(code)
+                self._health.close()
                 self._coordinator = None
                 del self._store, self._board
         return code
@@ -120,6 +122,8 @@ class Supervisor(SupervisorBase):
         for process in ended:
             self._take_exit(process, now)
         self._look_at_nodes(now)
+        for event in self._health.poll():
+            self._on_gpu(event)
         while signals.pending:
             self._on_signal(signals.pending.pop(0), now)
         self._read_reports()
@@ -208,6 +212,18 @@ class Supervisor(SupervisorBase):
         gpu = f", {gpus[slot]}" if slot < len(gpus) else ""
         return f"worker {worker} (node {node} {host}, slot {slot}{gpu})"
 
+    def _on_gpu(self, event: HealthEvent) -> None:
+        """The worker on a broken GPU cannot go on. Without recovery its process says how it ends."""
+        _log.error("%s", event)
+        self._log.event("gpu", gpu=event.gpu, what=event.kind, code=event.code, fatal=event.is_fatal)
+        if self._coordinator is None or not event.is_fatal:
+            return
+        for worker in sorted(self._live):
+            node, slot = self._places[worker]
+            if node == 0 and self.config.gpus[slot : slot + 1] == (event.gpu,):
+                self._crew.give_up(worker, str(event))
+                self._lose(self._coordinator, {worker: f"worker {worker}: {event}"})
+
     # Membership.
 
     def _coordinate(self, coordinator: Coordinator, now_seconds: float) -> None:
@@ -217,11 +233,13 @@ class Supervisor(SupervisorBase):
             self._crew.signal_all(signal.SIGUSR2)
             self._board.order_all("stacks")
         for worker, why in verdict.fence.items():
+            if self._crew.is_traced(worker):
+                continue
             _log.error("%s: ending it", why)
             if self._places[worker][0] == 0:
-                self._crew.give_up(worker)
+                self._crew.give_up(worker, why)
             else:
-                self._board.order(self._places[worker][0], "give-up", worker=worker)
+                self._board.order(self._places[worker][0], "give-up", worker=worker, why=why)
             self._live.discard(worker)
             self._lose(coordinator, {worker: why})
         if self._ending is None:
@@ -244,8 +262,23 @@ class Supervisor(SupervisorBase):
             else:
                 places.append(asked)
         for place in places:
-            self._book.fill(place)
-            self._add_worker(coordinator, place)
+            if self._is_sound(place, now_seconds):
+                self._book.fill(place)
+                self._add_worker(coordinator, place)
+
+    def _is_sound(self, place: Place, now_seconds: float) -> bool:
+        """Whether the GPU at a place of this node is still there; False while that is not known."""
+        node, slot = place
+        if node != 0 or slot >= len(self.config.gpus):
+            return True
+        probe = self._probes.setdefault(place, GpuProbe(self.config.gpus[slot]))
+        if probe.answer is None:
+            return False
+        del self._probes[place]
+        if not probe.answer:
+            self._log.event("probe-failed", node=node, slot=slot, gpu=self.config.gpus[slot])
+            self._book.postpone(place, now_seconds)
+        return probe.answer
 
     def _add_worker(self, coordinator: Coordinator, place: Place) -> None:
         worker = max(self._places) + 1

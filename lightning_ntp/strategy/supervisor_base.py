@@ -14,6 +14,7 @@ from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import Coordinator, Event
 from lightning_ntp.strategy.crew import Crew
 from lightning_ntp.strategy.ending import EndedWorker, EndingState, ErrorReport, conclude
+from lightning_ntp.strategy.health import GpuProbe, HealthWatch, child_command
 from lightning_ntp.strategy.job_log import JobLog, LossReport
 from lightning_ntp.strategy.node_board import NodeBoard
 from lightning_ntp.strategy.respawn import Place, RespawnBook
@@ -69,6 +70,8 @@ class SupervisorBase:
         self._ending: EndingState | None = None
         self._coordinator: Coordinator | None = None
         self._book = RespawnBook(self.config.respawn)
+        self._health = HealthWatch(child_command(self.config.gpus), time.monotonic)
+        self._probes: dict[Place, GpuProbe] = {}
         self._loss: LossReport | None = None  # not printed yet
         self._loss_seconds = 0.0
         self._num_asked = 0  # replacements that members asked for, so far

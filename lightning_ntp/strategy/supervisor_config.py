@@ -12,6 +12,13 @@ from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import Patience
 from lightning_ntp.strategy.respawn import Place, RespawnConfig
 
+ENV_RESOLVER, RESOLVER = "RES_OPTIONS", "timeout:1 attempts:2"
+"""torch looks up the name of every peer that it connects to, for its logs. With the resolver's usual patience one lost
+datagram stops a recovery for 5 seconds."""
+
+ENV_LOG_FOLDER = "NTP_LOG_FOLDER"
+"""Where a worker may leave what helps to understand a hang (NCCL's flight recorder)."""
+
 
 @dataclass(frozen=True, slots=True)
 class SupervisorConfig:
@@ -66,10 +73,12 @@ class SupervisorConfig:
         the place of its local rank, where everybody looks for it.
         """
         inherited = {name: value for name, value in os.environ.items() if name not in self.hidden}
-        gpus = {}
+        found = {}
+        if self.log_folder is not None:
+            found[ENV_LOG_FOLDER] = str(self.log_folder)
         if slot < len(self.gpus):
-            gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus), "NTP_GPU_UUID": self.gpus[slot]}
-        return {**inherited, **env, **worker, **gpus, **self.identity}
+            found |= {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus), "NTP_GPU_UUID": self.gpus[slot]}
+        return {ENV_RESOLVER: RESOLVER, **inherited, **env, **worker, **found, **self.identity}
 
 
 def place_environ(address: rendezvous.JobAddress, place: Place, num_slots: int, world_size: int) -> dict[str, str]:

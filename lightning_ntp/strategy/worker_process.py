@@ -128,6 +128,7 @@ class WorkerProcess:
         self.relay = relay
         self.started_seconds = started_seconds
         self.exit_code: int | None = None
+        self.why = ""  # it was ended by its supervisor
         self._process = process
         self.pid = process.pid
         self.pidfd = os.pidfd_open(process.pid)

@@ -106,12 +106,17 @@ def test_a_restart_from_a_checkpoint_goes_on_with_the_ledger_of_the_job(tmp_path
 def test_a_newcomer_takes_the_ledger_over_as_it_is() -> None:
     job = Job()
     job.train(10)
+    job.lose(4, job.topology.without(4))
     state = {"ledger": job.ledger.state_dict(), "gpus": {str(w): g for w, g in job.observer.gpus.items()}, "events": [], "job": "x"}
     newcomer = Job()
     newcomer.clock.now = job.clock.now + 100 * MS
+    newcomer.topology = job.topology.with_worker(1, 9)
+    newcomer.observer.gpus = {9: 9}
     adopt(newcomer.observer, state, newcomer=True)
     assert sum(newcomer.ledger.totals().gpu_ns.values()) == sum(job.ledger.totals().gpu_ns.values()) + 6 * 100 * MS
+    job.rejoin(9, newcomer.topology)
     assert newcomer.observer.gpus == job.observer.gpus
+    assert newcomer.ledger.live == job.ledger.live == frozenset(range(6))
 
 
 def test_stretches_and_the_picture(tmp_path: Path) -> None:

@@ -157,6 +157,15 @@ class LedgerObserver(Observer):
         self.ledger.restore(working & self.ledger.idle)
         self.ledger.own(working - self.ledger.live)
 
+    def seat_unknown(self) -> None:
+        """For a newcomer, who has not heard of its own arrival as the others have: the same seats as theirs."""
+        topology = self._topology()
+        if topology is not None:
+            there = {*topology.workers, *topology.spares}
+            self.roles = {worker: role for worker, role in self.roles.items() if worker in self.gpus.keys() & there}
+            self._seat(there - self.gpus.keys())
+            self.place()
+
     def placed(self) -> dict[str, list[int]]:
         """GPU -> replica, fsdp coordinate, role, and the replica's degree: what a timeline draws."""
         topology = self._topology()

@@ -25,7 +25,7 @@ def adopt(observer: LedgerObserver, state: Mapping[str, Any], newcomer: bool) ->
     The newest ledger in the job's folder knows what was trained after the checkpoint and is thrown away now. Without the
     folder the checkpoint's own ledger is all there is, and what came after it counts as ``degraded_capacity``.
     """
-    saved = state["ledger"]
+    saved, generation = state["ledger"], observer.ledger.generation
     newest = None if newcomer else _newest(state.get("folder") or "")
     if newcomer:
         observer.ledger.join(saved)
@@ -35,6 +35,9 @@ def adopt(observer: LedgerObserver, state: Mapping[str, Any], newcomer: bool) ->
         observer.ledger.load_state_dict(saved)
     observer.gpus = ({} if newcomer else observer.gpus) | {int(worker): gpu for worker, gpu in state["gpus"].items()}
     observer.events.extendleft(reversed(state["events"]))
+    observer.ledger.generation = max(observer.ledger.generation, generation)
+    if newcomer:
+        observer.seat_unknown()
     observer.resumed()
 
 

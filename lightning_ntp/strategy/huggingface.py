@@ -343,5 +343,6 @@ def _list_item(name: str, modules: Mapping[str, nn.Module]) -> set[str]:
         outer = modules[".".join(parts[:length])]
         if in_list and type(outer).forward is not nn.Module.forward:
             return {".".join(parts[:length])}
-        in_list = in_list or isinstance(outer, nn.ModuleList | nn.Sequential)
+        numbered = isinstance(outer, nn.ModuleDict) and all(key.isdigit() for key in outer)  # torchtitan's layers
+        in_list = in_list or numbered or isinstance(outer, nn.ModuleList | nn.Sequential)
     return set()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_ntp.dtensor.checkpoint_files import Manifest
 from lightning_ntp.testing import Fault, FaultScript
 from tests.survival import Run
 
@@ -51,6 +52,8 @@ def test_losses_in_control_calls_validation_and_checkpoints(tmp_path: Path) -> N
     run = Run(tmp_path, faults, validation=True, save_every=2)
     run.check({2, 3, 4})
     saved = {path.name for path in (tmp_path / "saved").glob("*.ckpt")}
+    for name in saved:
+        Manifest.read(tmp_path / "saved" / name).check(tmp_path / "saved" / name)
     assert saved | {"step=4.ckpt"} == {f"step={step}.ckpt" for step in (2, 4, 6, 8)}  # its writer died right after step 4
 
 

@@ -145,7 +145,7 @@ class Saver:
         save.given_up.set()
         thread.join()
         if save.leads:
-            delete(save.aside)
+            _delete(save.aside)
         self._current = self._thread = None
 
     def abandon(self) -> None:
@@ -164,7 +164,7 @@ class Saver:
     def remove(self, target: Path) -> None:
         """Delete a checkpoint, once a save that is under way has succeeded. Local, by the leader."""
         if self._current is None:
-            delete(target)
+            _delete(target)
         else:
             self._doomed.append(target)
 
@@ -173,9 +173,9 @@ class Saver:
         if error is None:
             for target in self._doomed:
                 if target != save.target:
-                    delete(target)
+                    _delete(target)
         else:
-            delete(save.aside)
+            _delete(save.aside)
             if error != self._last_error:
                 _log.error(
                     "%s was not saved (%s). Training goes on with the checkpoint before it, and the next save tries again; the same "
@@ -184,3 +184,11 @@ class Saver:
                     error,
                 )
         self._last_error = error
+
+
+def _delete(path: Path) -> None:
+    """What cannot be deleted stays: no reason to stop training."""
+    try:
+        delete(path)
+    except OSError as error:
+        _log.warning("%s could not be deleted: %s", path, error)

@@ -51,7 +51,7 @@ class Saving(StrategyBase):
     def saver(self) -> Saver:
         """Who runs the saves of this worker."""
         if self._saver is None:
-            self._saver = Saver(lambda message: self.control.any_message(message), lambda: self.topology.workers)
+            self._saver = Saver(lambda message: self.control.any_message(message), lambda: self.sharded.groups.topology.workers)
         return self._saver
 
     @property

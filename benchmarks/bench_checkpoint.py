@@ -53,8 +53,8 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def measure(args: argparse.Namespace, beside: bool, folder: Path) -> dict[str, Any]:
-    """One run of 12 steps with three saves."""
+def measure(args: argparse.Namespace, beside: bool, folder: Path) -> tuple[dict[str, Any], bool]:
+    """One run of 12 steps with three saves, and whether this process leads."""
     recovery = RecoveryConfig(checkpoint=CheckpointConfig(async_save=beside))
     strategy = NTPStrategy(replica_sizes=args.replica_sizes, recovery=recovery)
     trainer = L.Trainer(
@@ -75,8 +75,7 @@ def measure(args: argparse.Namespace, beside: bool, folder: Path) -> dict[str, A
         "load_seconds": round(load_seconds, 3),
         "bytes": sum(parts),
         "largest_part_over_mean": round(max(parts) * len(parts) / sum(parts), 3),
-        "is_leader": trainer.is_global_zero,
-    }
+    }, trainer.is_global_zero
 
 
 def main() -> None:
@@ -86,9 +85,10 @@ def main() -> None:
     parser.add_argument("--replica-sizes", type=int, nargs="+", default=[3, 2])
     args = parser.parse_args()
     folder = Path(tempfile.gettempdir()) / "ntp-bench-checkpoint"
-    results = {"beside training": measure(args, True, folder), "waiting": measure(args, False, folder)}
-    if results["waiting"].pop("is_leader"):
-        print(json.dumps(results, indent=2))
+    beside, leads = measure(args, True, folder)
+    waiting, _ = measure(args, False, folder)
+    if leads:
+        print(json.dumps({"beside training": beside, "waiting": waiting}, indent=2))
 
 
 if __name__ == "__main__":

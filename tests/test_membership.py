@@ -24,7 +24,7 @@ from lightning_ntp.strategy.generation import Decision, FencedError, GenerationB
 from lightning_ntp.strategy.life_signs import StandstillProbe, StepClock, being_debugged
 from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.sockets import GroupSockets
-from lightning_ntp.testing import Fault, FaultScript, InjectedFault
+from lightning_ntp.testing import Fault, FaultScript
 from tests.forked import ForkedJob, Log
 
 NUM_STEPS = 6
@@ -484,36 +484,6 @@ def test_cut_spares_listeners_foreign_sockets_and_reused_descriptors() -> None:
     socket.create_connection(listener.getsockname()).close()
     for opened in (before_server, listener, ours, theirs, local, peer, other):
         opened.close()
-
-
-def test_fault_script_strikes_once_where_it_should() -> None:
-    script = FaultScript(Fault("raise", 1, "sync", 3), Fault("raise", 1, "forward"))
-    assert FaultScript.from_json(script.to_json()).faults == script.faults
-    script.fire(0, 3, "sync")
-    script.fire(1, 2, "sync")
-    with pytest.raises(InjectedFault, match="worker 1 at step 3, phase sync"):
-        script.fire(1, 3, "sync")
-    script.fire(1, 3, "sync")
-    with pytest.raises(InjectedFault, match="phase forward"):
-        script.fire(1, 17, "forward")
-    assert script.faults == [] and FaultScript.from_env({}).faults == []
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "NTP_FAULTS is no JSON"),
-        ('{"action": "kill"}', "NTP_FAULTS: wanted a list such as"),
-        ('[{"action": "kill", "rank": 1, "phase": "sync"}]', r"unknown \['rank'\], lacks \['worker'\]"),
-        ('[{"action": "maim", "worker": 1, "phase": "sync"}]', "fault action 'maim': wanted one of kill, stop, raise"),
-        ('[{"action": "kill", "worker": 1, "phase": "lunch"}]', "fault phase 'lunch': wanted one of start, join"),
-        ('[{"action": "kill", "worker": -1, "phase": "sync"}]', "wanted numbers from 0"),
-        ('[{"action": "raise", "worker": 1, "phase": "sync", "delay_seconds": 1}]', "fault delay 1 s"),
-    ],
-)
-def test_bad_fault_scripts(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        FaultScript.from_json(text)
 
 
 def test_bad_times() -> None:

@@ -75,6 +75,7 @@ class Member:
         self.groups = GroupSockets()
         self.broken_at_seconds: float | None = None  # time.monotonic() at which the loss was heard of
         self.loss: Loss | None = None  # how the last broken generation ended
+        self.faults.fire(self.worker, None, "start")
         self._exit_process = exit_process
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -386,6 +387,7 @@ class Member:
         """Ends the groups and the threads. Also called when the interpreter exits: a thread inside torch would abort it."""
         if self._closed.is_set():
             return
+        self.faults.fire(self.worker, None, "teardown")
         atexit.unregister(self.close)
         with self._standing:
             self._closed.set()

@@ -30,6 +30,7 @@ from lightning_ntp.errors import PlanMismatchError, PoisonBatchError
 from lightning_ntp.strategy.events import LossEvent, Observers, RecoveryEvent
 from lightning_ntp.strategy.generation import Decision, Generation, Outcome
 from lightning_ntp.strategy.membership import Member
+from lightning_ntp.testing import Fault
 
 Done = TypeVar("Done")
 
@@ -90,6 +91,9 @@ class Job(Protocol):
     def batch_in_words(self) -> str:
         """The samples of the step that is running."""
 
+    def damage(self, fault: Fault) -> None:
+        """Flip a bit of the state, as a fault script demands. Local."""
+
 
 @dataclass
 class RegionState:
@@ -142,8 +146,9 @@ class Recovery:
 
     def fire(self, phase: str) -> None:
         """Strike the faults of a test's or a drill's script that are due at this phase of the running step."""
-        if self.member is not None and self.job is not None:
-            self.member.faults.fire(self.member.worker, self.job.step, phase)
+        if self.member is not None and (job := self.job) is not None:
+            self.member.faults.handlers["flip-bit"] = lambda fault: job.damage(fault)
+            self.member.faults.fire(self.member.worker, job.step, phase)
 
     def run(
         self, phase: str, work: Callable[[], Done], undo: Callable[[], None] = lambda: None, planned: bool = False

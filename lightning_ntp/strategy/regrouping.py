@@ -12,6 +12,7 @@ from lightning_ntp.errors import PlanMismatchError
 from lightning_ntp.next_topology import next_topology
 from lightning_ntp.strategy.base import fabric_of
 from lightning_ntp.strategy.control import ControlPlane, gather_everyone
+from lightning_ntp.strategy.damage import flip_bit
 from lightning_ntp.strategy.generation import Generation
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.loading import Loading
@@ -20,6 +21,7 @@ from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.screen import layout
 from lightning_ntp.strategy.state import rebuild
 from lightning_ntp.strategy.stepping import Stepping
+from lightning_ntp.testing import Fault
 from lightning_ntp.topology import Topology
 
 
@@ -34,6 +36,10 @@ class Regrouping(Stepping, Loading):
     def info(self) -> dict[str, Any]:
         """For the others when this worker joins: the step of its state, None while it has none."""
         return {"step": None if self._runner is None else self._held_step}
+
+    def damage(self, fault: Fault) -> None:
+        """Flip a bit of a parameter that this worker holds. Local."""
+        flip_bit(self.lightning_module.named_parameters(), fault)
 
     def let_go(self) -> None:
         """Whatever waits for the broken groups is dropped with the window's gradients. Local."""

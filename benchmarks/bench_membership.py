@@ -18,11 +18,13 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")  # as the supervisor sets it for its workers
 
 import torch
 import torch.distributed as dist
 
-from lightning_ntp.strategy.membership import Member, MemberConfig
+from lightning_ntp.strategy.generation import MemberConfig
+from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.rendezvous import JobAddress
 from tests.forked import ForkedJob, Log
 

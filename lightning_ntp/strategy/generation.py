@@ -40,14 +40,15 @@ class MemberConfig:
 
     heartbeat_seconds: between two signs of life.
     group_timeout_seconds: of the process groups; only a last resort, the watcher frees blocked calls much earlier.
-    free_seconds: a call that is still blocked so long after its connections were cut will not come back: the worker leaves.
+    free_seconds: a call that is still blocked so long after its connections were cut will not come back: the worker leaves,
+    unless the group timeout, which frees it as well, is not much further.
     confirm_seconds: how long to wait at most for the supervisor's word whether a failed collective means a lost peer.
     """
 
     backend: str = "gloo"
     heartbeat_seconds: float = 0.25
     group_timeout_seconds: float = 1800.0
-    free_seconds: float = 5.0
+    free_seconds: float = 20.0
     confirm_seconds: float = 60.0
 
     def __post_init__(self) -> None:

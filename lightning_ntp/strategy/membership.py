@@ -153,14 +153,17 @@ class Member:
     def _see_free(self, number: int) -> None:
         """Ends this worker if the cut has not freed its main thread; see the note on gloo in sockets.py. A loss, no hang."""
         probe, still = StandstillProbe(self._main_thread, self._main_native_id), 0
-        while still * LOOK_SECONDS < self.config.free_seconds:
+        limit, group_timeout = self.config.free_seconds, self.config.group_timeout_seconds
+        if group_timeout <= 2 * limit:
+            limit = 2 * limit + LOOK_SECONDS
+        while still * LOOK_SECONDS < limit:
             if self._closed.wait(LOOK_SECONDS) or number != self._number or not self._broken.is_set():
                 return
             if self._joining.is_set():
                 return
             still = still + 1 if probe.stands_still() else 0
         faulthandler.dump_traceback(all_threads=True)
-        _log.error("worker %d is still blocked %.0f s after a loss: it leaves", self.worker, self.config.free_seconds)
+        _log.error("worker %d is still blocked %.0f s after a loss: it leaves", self.worker, limit)
         self._exit_process(rendezvous.EXIT_LOST)
 
     def _break(self, number: int, loss: Loss) -> None:

@@ -23,7 +23,7 @@ BAR = 64
 MAX_LINES = 32
 
 
-Run = Annotated[Path, typer.Argument(help="folder of a job's ledgers (ntp_logs/JOB), one ledger file, or a W&B offline folder")]
+Run = Annotated[Path, typer.Argument(help="folder of a job's ledgers (ntp_logs/RUN), one ledger file, or a W&B offline folder")]
 Html = Annotated[Path | None, typer.Option("--html", help="also write one self-contained page of HTML")]
 Every = Annotated[float, typer.Option("--every", help="show it anew every so many seconds, until Ctrl-C")]
 

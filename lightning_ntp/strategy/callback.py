@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_ntp.errors import ConfigError, UnrecoverableError
 from lightning_ntp.goodput import Ledger, steady_clock
 from lightning_ntp.goodput_file import LedgerFile
-from lightning_ntp.strategy import rendezvous, throughput
+from lightning_ntp.strategy import rendezvous, supervisor_config, throughput
 from lightning_ntp.strategy.alerts import Alert, AlertConfig, Alerts
 from lightning_ntp.strategy.events import CommitEvent, LossEvent, RecoveryEvent
 from lightning_ntp.strategy.job_facts import describe_job
@@ -61,7 +61,8 @@ class ReshardOnGPULossLogic(_Base):
     Args:
         log_every_n_steps: optimizer steps between two lines of scalars; None: the Trainer's ``log_every_n_steps``.
         window_seconds: what ``goodput/window`` looks back on.
-        folder: where ledgers go, a folder per job in it; None: ``ntp_logs`` in the Trainer's ``default_root_dir``, if it has a logger.
+        folder: where ledgers go, a folder per job in it; None: the supervisor's log folder (``ntp_logs/RUN``), or without one
+            ``ntp_logs`` in the Trainer's ``default_root_dir``, if it has a logger.
         alerts: who is told of losses and low goodput.
         tokens_per_sample: for tokens per second; None: the length of ``input_ids``, if batches have them.
         flops_per_sample: forward and backward; None: by formula from the Hugging Face model in the module.
@@ -286,9 +287,8 @@ class ReshardOnGPULossLogic(_Base):
         self._started = True
         trainer, observer = self._trainer, self.observer
         observer.place()
-        root = self.folder or (Path(trainer.default_root_dir) / LOGS if trainer.loggers else None)
-        if self.ledger_folder is None and root is not None and not trainer.fast_dev_run:
-            self.ledger_folder = Path(root) / self.job
+        if self.ledger_folder is None and not trainer.fast_dev_run:
+            self.ledger_folder = self._chosen_folder()
         if self.ledger_folder is not None:
             worker = self._worker()
             header = {"worker": worker, "own": [observer.gpus[worker]] if worker in observer.gpus else [], "job": self.job}
@@ -299,6 +299,14 @@ class ReshardOnGPULossLogic(_Base):
         for run in self._runs if self._leads() else ():
             run.release()
             run.describe(facts)
+
+    def _chosen_folder(self) -> Path | None:
+        """Beside the supervisor's logs where it writes some, else a folder of the job; None: memory only."""
+        if self.folder is not None:
+            return Path(self.folder) / self.job
+        if supervisor_config.ENV_LOG_FOLDER in os.environ:
+            return Path(os.environ[supervisor_config.ENV_LOG_FOLDER])
+        return Path(self._trainer.default_root_dir) / LOGS / self.job if self._trainer.loggers else None
 
     def _learn_work(self, batch: Any) -> None:
         tokens = self.work.tokens or throughput.tokens_of(batch)

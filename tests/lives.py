@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,7 +40,8 @@ class Life:
     kind: str = "llama"
     overrides: dict[str, Any] = field(default_factory=dict)
     make_optimizer: MakeOptimizer = adamw
-    batch_bytes: int = 2**26
+    batch_bytes: int = 4096
+    frozen: tuple[str, ...] = ()
 
     @property
     def num_workers(self) -> int:
@@ -71,7 +74,7 @@ def live(rank: int, world: int, life: Life, look: Callable[[ShardedJob], Any] | 
 
 
 def _live(worker: int, life: Life, look: Callable[[ShardedJob], Any] | None) -> dict[str, Any] | None:
-    twin = Twin(tiny(life.kind, **life.overrides), life.make_optimizer)
+    twin = Twin(_model(life), life.make_optimizer)
     job: ShardedJob | None = None
     step, holders, reports, report = 0, set[int](), [], {}
     store = c10d._get_default_store()
@@ -82,7 +85,7 @@ def _live(worker: int, life: Life, look: Callable[[ShardedJob], Any] | None) -> 
             regroup(store, number, members, worker)
             if job is None:
                 options = {"members": members, "make_optimizer": life.make_optimizer, "joins": number > 0}
-                job = ShardedJob(tiny(life.kind, **life.overrides), topology, worker, **options)
+                job = ShardedJob(_model(life), topology, worker, **options)
             if number:
                 held = {w: step if w in holders else None for w in members}
                 reports.append(job.move(topology, members, held, life.batch_bytes))
@@ -109,5 +112,25 @@ def _live(worker: int, life: Life, look: Callable[[ShardedJob], Any] | None) -> 
     return report
 
 
+def _model(life: Life) -> torch.nn.Module:
+    model = tiny(life.kind, **life.overrides)
+    for name in life.frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
 def _state_of(states: Any, key: str, parameter: torch.Tensor) -> torch.Tensor:
-    return states[parameter][key]
+    state = states.get(parameter)  # a frozen parameter has none
+    return torch.ones_like(parameter) if state is None else state[key]
+
+
+def resources() -> dict[str, int]:
+    """What this process has open."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    kinds = ("FSDPParamGroup", "ProcessGroup", "DeviceMesh", "BackwardWatch")
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "tensors": len(tensors),
+        **{kind: sum(type(o).__name__ == kind for o in gc.get_objects()) for kind in kinds},
+    }

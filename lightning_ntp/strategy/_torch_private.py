@@ -68,7 +68,7 @@ def _undo_param_group(group: Any) -> None:
     group.modules = ()
     for name in WATCHED_METHODS:
         vars(group).pop(name, None)
-    group.comm_ctx.post_forward_order.clear()
+    vars(group.comm_ctx).get("post_forward_order", []).clear()  # absent before the first forward
     group._all_reduce_hook = None
 
 
@@ -80,6 +80,15 @@ def adopt_parameters(unit: FSDPModule) -> None:
     state: Any = unit._get_fsdp_state()
     for fsdp_param in () if state._fsdp_param_group is None else state._fsdp_param_group.fsdp_params:
         fsdp_param.reset_sharded_param()
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Drop compiled code if any part of the module is compiled: graphs hold the names of groups, which the next generation reuses.
+
+    Local; the next forward compiles again.
+    """
+    if any(getattr(part, "_compiled_call_impl", None) is not None for part in module.modules()):
+        torch.compiler.reset()
 
 
 WATCHED_METHODS = ("pre_forward", "_register_post_backward_hook", "post_backward")

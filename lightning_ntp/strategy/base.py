@@ -66,6 +66,7 @@ class StrategyBase(_Base):
         self._eval_weight: float | None = None
         self._seed = 0
         self._num_training_loaders = 0
+        self._healthy: Topology = Topology.from_shapes([(1, 1)])  # the job as it was started
         self._num_healthy_rows = 1  # data rows of the job as it was started: the global batch stays what it was then
         self._held_step = 0  # optimizer steps whose updates this worker's state has
         self._open_window: OpenWindow | None = None

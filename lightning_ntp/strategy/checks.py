@@ -11,6 +11,7 @@ import torch
 from lightning_ntp.errors import ConfigError, UnsupportedModelError
 from lightning_ntp.strategy._lightning_private import syncs_batch_norm
 from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER
+from lightning_ntp.strategy.elementwise import why_not_elementwise
 
 PER_TENSOR_OPTIMIZERS = frozenset(
     {
@@ -87,7 +88,8 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: torch.
     An optimizer that is elementwise in spite of its name may say so: ``optimizer.ntp_elementwise = True``.
 
     Raises:
-        ConfigError: a closure optimizer, one with per-tensor norms, or a fused one over several kinds of device.
+        ConfigError: a closure optimizer, one with per-tensor norms (by name, or found by trying), one with state of another shape
+            than its parameter, or a fused one over several kinds of device.
     """
     for optimizer in optimizers:
         names = {cls.__name__ for cls in type(optimizer).__mro__}
@@ -100,6 +102,12 @@ def check_optimizers(optimizers: Iterable[torch.optim.Optimizer], module: torch.
             raise ConfigError(
                 f"{type(optimizer).__name__} looks at whole tensors, and each worker holds cells of them; use an elementwise "
                 "optimizer such as AdamW or SGD, or set optimizer.ntp_elementwise = True if yours is one"
+            )
+        why = None if getattr(optimizer, "ntp_elementwise", False) else why_not_elementwise(optimizer)
+        if why is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__}: {why}, and each worker holds a part of each parameter, another one after a loss; use "
+                "an elementwise optimizer such as AdamW or SGD, or set optimizer.ntp_elementwise = True if you know better"
             )
         for group in optimizer.param_groups:
             devices = sorted({parameter.device.type for parameter in group["params"]})

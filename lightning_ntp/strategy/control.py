@@ -130,3 +130,10 @@ def gather_everyone(message: Sent) -> list[Sent]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, message)
     return everyone
+
+
+def gather_live(message: Sent, groups: Groups) -> list[Sent]:
+    """The objects of all workers with a role, ascending, whatever their data row. Collective over them."""
+    everyone: list[Any] = [None] * groups.live.size()
+    dist.all_gather_object(everyone, message, group=groups.live)
+    return everyone

@@ -21,7 +21,13 @@ from lightning_ntp.dtensor.placement import UnevenShard, wrap_local
 from lightning_ntp.dtensor.vocab import VocabHead, connect_head
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.model_spec import Cell, Coordinates, ModelPlan, ParamSpec, Style
-from lightning_ntp.strategy._torch_private import WatchedUnit, adopt_parameters, bucket_parameters, undo_fully_shard
+from lightning_ntp.strategy._torch_private import (
+    WatchedUnit,
+    adopt_parameters,
+    bucket_parameters,
+    forget_compiled,
+    undo_fully_shard,
+)
 from lightning_ntp.strategy.backward_watch import BackwardWatch
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.sync_plan import plan_sync
@@ -219,6 +225,7 @@ def uncut(sharded: ShardedModel) -> None:
     sharded.watch = BackwardWatch((), (), sharded.window)
     sharded.window.begin()
     forget_meshes()
+    forget_compiled(module)
 
 
 def cut_again(sharded: ShardedModel, plan: ModelPlan, groups: Groups) -> None:

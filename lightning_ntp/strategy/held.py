@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_ntp.errors import ConfigError, PlanMismatchError
-from lightning_ntp.model_spec import ModelPlan
+from lightning_ntp.model_spec import Cell, ModelPlan
 from lightning_ntp.reshard import Kept
 from lightning_ntp.strategy._torch_private import undo_fully_shard
-from lightning_ntp.strategy.fsdp import ShardedModel, fill, local_of, uncut, wrap_like
+from lightning_ntp.strategy.fsdp import ShardedModel, fill, local_of, local_shape, uncut, wrap_like
 from lightning_ntp.topology import Topology
 
 Cells = dict[tuple[str, str], torch.Tensor]
@@ -72,13 +72,61 @@ class Record:
                 yield f"{index}/{key}", dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A tensor that has got its new cell: the old one is in there, but for the rests."""
+
+    new: torch.Tensor
+    cell: Cell
+    rests: tuple[tuple[Cell, torch.Tensor], ...]
+
+
 @dataclass
 class HeldState:
-    """A worker's cells under ``plan`` and ``record.topology``, taken out of the module; kept until the new ones are complete."""
+    """A worker's cells under ``plan`` and ``record.topology``, taken out of the module until the new ones are complete.
+
+    Args:
+        plan: how the parameters were cut.
+        record: what is not cut.
+        cells: tensors that have not moved yet.
+        moved: those that have.
+    """
 
     plan: ModelPlan
+    worker: int
     record: Record
     cells: Cells
+    moved: dict[tuple[str, str], Moved] = field(default_factory=dict)
+
+    def old_cells(self, worker: int) -> dict[str, Cell]:
+        """What a worker held of each parameter; nothing without a role."""
+        topology = self.record.topology
+        if worker not in topology.workers:
+            return {}
+        at = topology.coordinates(worker)
+        return {spec.fqn: spec.cell(at) for spec in self.plan.params}
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """Put the old cells together again from what has moved and the rests. Local."""
+        had = self.old_cells(self.worker) if self.moved else {}
+        for (fqn, label), moved in list(self.moved.items()):
+            old = moved.new.new_empty(local_shape(self.plan.by_fqn[fqn], had[fqn]))
+            copy_common(moved.new, moved.cell, old, had[fqn])
+            for part, rest in moved.rests:
+                copy_common(rest, part, old, had[fqn])
+            self.cells[fqn, label] = old
+            del self.moved[fqn, label]
+
+
+def copy_common(source: torch.Tensor, source_cell: Cell, destination: torch.Tensor, destination_cell: Cell) -> None:
+    """Copy what two cells of one parameter share from one storage to the other. Local."""
+    origin, target = source.view(source_cell.shape), destination.view(destination_cell.shape)
+    for piece in source_cell.pieces(destination_cell):
+        rows, columns = len(piece.rows), len(piece.columns)
+        block = origin[piece.source_row : piece.source_row + rows, piece.source_column : piece.source_column + columns]
+        at_row, at_column = piece.destination_row, piece.destination_column
+        target[at_row : at_row + rows, at_column : at_column + columns].copy_(block)
 
 
 def take(sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> HeldState:
@@ -101,15 +149,13 @@ def take(sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> 
     )
     uncut(sharded)
     _attach(sharded, optimizers, records)
-    return HeldState(sharded.plan, record, cells)
+    return HeldState(sharded.plan, sharded.groups.worker, record, cells)
 
 
 def give(sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer], record: Record, cells: Cells) -> None:
     """Put cells into a module that has just been cut, and into the optimizers' state. Local."""
     fill(sharded, {fqn: cells[fqn, ""] for fqn in record.dtypes})
     parameters = _attach(sharded, optimizers, record.optimizers)
-    for fqn, parameter in parameters.items():
-        parameter.requires_grad_(fqn in record.trained)
     for index, (optimizer, kept) in enumerate(zip(optimizers, record.optimizers, strict=True)):
         for fqn, order in kept.order.items():
             parameter = parameters[fqn]

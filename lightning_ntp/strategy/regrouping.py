@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lightning_ntp.errors import PlanMismatchError
 from lightning_ntp.next_topology import next_topology
+from lightning_ntp.plan_cost import PlanCost
 from lightning_ntp.strategy.base import fabric_of
+from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER
 from lightning_ntp.strategy.control import ControlPlane, gather_everyone
 from lightning_ntp.strategy.damage import flip_bit
 from lightning_ntp.strategy.generation import Generation
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.loading import Loading
 from lightning_ntp.strategy.membership import Member
+from lightning_ntp.strategy.outlook import device_spec
 from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.screen import layout
 from lightning_ntp.strategy.state import rebuild
@@ -65,12 +69,24 @@ class Regrouping(Stepping, Loading):
         old, members = self.topology, set(generation.members)
         known = {*old.workers, *old.spares}
         lost, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
-        new = next_topology(old, lost, joined) if lost or joined else old
+        new = old
+        if lost or joined:
+            new = next_topology(old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True)
         plans = set(gather_everyone(repr((new.replicas, new.loss_order, new.spares))))
         if len(plans) > 1:
             raise PlanMismatchError(f"members of generation {generation.number} plan different topologies: {sorted(plans)}")
         degrees = tuple(replica.degree for replica in new.replicas)
         return Regroup(generation, lost, joined, new, layout(new), degrees, new.num_roles)
+
+    def _costs(self) -> PlanCost:
+        """What shapes of this model cost, the same on all members: memory in whole GiB."""
+        plan, per_node = self.sharded.plan, max(len(self._healthy.workers) // self.num_nodes, 1)
+        spec = device_spec(self.root_device, per_node, self.num_nodes)
+        spec = replace(spec, memory_bytes=max(spec.memory_bytes // 2**30, 1) * 2**30)
+        each = STATE_BYTES_PER_PARAMETER[self.precision_plugin.precision]
+        return PlanCost(
+            lambda order: plan.reordered(order).params, self.topology, spec, each, domain_size=per_node
+        )
 
     def move(self, regroup: Regroup, agree: Callable[[], object]) -> int:
         """New groups, and this worker's cells of the new topology; bytes received. All members."""

@@ -4,8 +4,9 @@
                                                                                              |
     the same module and optimizers <-- give (held.py) <-- batches of pieces, one exchange each
 
-[Note: what a failure leaves] Nothing that is held is given up before all new cells are complete, and it stays outside of the
-module until then. A second loss in the middle breaks an exchange; the next call finds ``sharded.held`` and starts over from it.
+[Note: what a failure leaves] A tensor that has got its new cell gives up the old one except for what the new one lacks, so that
+this worker can put the old one together again by itself. A second loss in the middle breaks an exchange; the next call finds
+``sharded.held``, goes back to the old cells and starts over. The old ones are given up for good once all have everything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ import torch.distributed as dist
 
 from lightning_ntp.dtensor.collectives import exchange_uneven, max_in_place
 from lightning_ntp.errors import PlanMismatchError, UnrecoverableError
-from lightning_ntp.model_spec import Cell, ModelPlan, ParamSpec, Piece
-from lightning_ntp.reshard import Batch, Kept, ReshardPlan, Transfer, batches, plan_reshard
+from lightning_ntp.model_spec import ModelPlan, ParamSpec
+from lightning_ntp.reshard import ReshardPlan, batches, plan_reshard
 from lightning_ntp.strategy import held
-from lightning_ntp.strategy.fsdp import ShardedModel, cut_again, local_shape, uncut
+from lightning_ntp.strategy.fsdp import ShardedModel, cut_again, uncut
 from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.mover import Mover
 
 BATCH_BYTES = 64 * 2**20
 """Most that a worker sends or receives in one exchange."""
@@ -93,27 +95,28 @@ def rebuild(
         sharded.held = held.take(sharded, inner)
     else:
         uncut(sharded)
+        sharded.held.go_back()
     job = _Job.agree(sharded, groups, held_steps)
     exchanges = batches(job.moves, job.record.kept, batch_bytes)
     _compare(job, groups)
-    mover = _Mover(job, groups, sharded.held.cells if job.holds else {})
+    for fqn, parameter in sharded.module.named_parameters():
+        parameter.requires_grad_(fqn in job.record.trained)
     if groups.has_role:
         cut_again(sharded, job.plan, groups)
-    else:
-        sharded.plan, sharded.groups = job.plan, groups
-    mover.start()
-    for batch in exchanges:
-        mover.exchange(batch)
+    mover = Mover(sharded.held, groups, job.moves, job.plan.params, job.record.kept, job.holds)
+    mover.run(exchanges)
     _send_buffers(sharded, job, groups)
+    planned = _planned_bytes(job)
+    if mover.received_bytes != planned.get(groups.worker, 0):
+        raise PlanMismatchError(f"received {mover.received_bytes} bytes, planned {planned.get(groups.worker, 0)}")
     agree()
     if not job.holds:
         held.follow(inner, job.record)
     if groups.has_role:
         held.give(sharded, inner, job.record, mover.new)
+    else:
+        sharded.plan, sharded.groups = job.plan, groups
     sharded.held = None
-    planned = _planned_bytes(job)
-    if mover.received_bytes != planned.get(groups.worker, 0):
-        raise PlanMismatchError(f"received {mover.received_bytes} bytes, planned {planned.get(groups.worker, 0)}")
     return MoveReport(
         job.step, job.moves.digest, planned, mover.received_bytes, mover.peak_bytes, time.monotonic() - started
     )
@@ -185,98 +188,6 @@ def _planned_bytes(job: _Job) -> dict[int, int]:
             size = transfer.piece.numel * per_element[transfer.fqn]
             planned[transfer.destination] = planned.get(transfer.destination, 0) + size
     return planned
-
-
-@dataclass
-class _Mover:
-    """Fills this worker's new cells; decides nothing."""
-
-    job: _Job
-    groups: Groups
-    old: held.Cells
-    new: held.Cells = field(default_factory=dict)
-    received_bytes: int = 0
-    peak_bytes: int = 0
-    _bytes: int = 0
-
-    def __post_init__(self) -> None:
-        new, old = self.groups.topology, self.job.record.topology
-        me = self.groups.worker
-        self.wanted: dict[str, tuple[ParamSpec, Cell]] = {}
-        self.had: dict[str, Cell] = {}
-        if self.groups.has_role:
-            at = new.coordinates(me)
-            self.wanted = {spec.fqn: (spec, spec.cell(at)) for spec in self.job.plan.params}
-        if self.job.holds and me in old.workers:
-            was = old.coordinates(me)
-            self.had = {spec.fqn: spec.cell(was) for spec in self.job.old_params}
-
-    @torch.no_grad()
-    def start(self) -> None:
-        """Allocate the new cells and copy what this worker has; a cell that stays as it is keeps its tensor."""
-        for kept in self.job.record.kept if self.wanted else ():
-            key = (kept.fqn, kept.label)
-            spec, cell = self.wanted[kept.fqn]
-            if self.had.get(kept.fqn) == cell:
-                self.new[key] = self.old[key]
-                continue
-            dtype = getattr(torch, kept.dtype.removeprefix("torch."))
-            self.new[key] = torch.empty(local_shape(spec, cell), dtype=dtype, device=self.groups.device_type)
-            self._count(self.new[key])
-            for transfer in self.job.moves.by_fqn.get(kept.fqn, ()):
-                if transfer.is_local and transfer.destination == self.groups.worker:
-                    self._target(kept, transfer).copy_(self._source(kept, transfer))
-
-    @torch.no_grad()
-    def exchange(self, batch: Batch) -> None:
-        """One exchange. Collective over everyone."""
-        everyone, me = self.groups.topology.workers + self.groups.topology.spares, self.groups.worker
-        dtype = getattr(torch, batch.dtype.removeprefix("torch."))
-        sent = [[move for move in batch.moves if _ends(move) == (me, peer)] for peer in everyone]
-        due = [[move for move in batch.moves if _ends(move) == (peer, me)] for peer in everyone]
-        packed = torch.empty(_numel(sent), dtype=dtype, device=self.groups.device_type)
-        at = 0
-        for kept, transfer in (move for moves in sent for move in moves):
-            size = transfer.piece.numel
-            packed[at : at + size].view(len(transfer.piece.rows), -1).copy_(self._source(kept, transfer))
-            at += size
-        received = exchange_uneven(
-            packed, [_numel([moves]) for moves in sent], [_numel([moves]) for moves in due], self.groups.everyone
-        )
-        self._count(packed, received)
-        at = 0
-        for kept, transfer in (move for moves in due for move in moves):
-            size = transfer.piece.numel
-            self._target(kept, transfer).copy_(received[at : at + size].view(len(transfer.piece.rows), -1))
-            at += size
-        self.received_bytes += at * dtype.itemsize
-        self._bytes -= (packed.numel() + received.numel()) * dtype.itemsize
-
-    def _source(self, kept: Kept, transfer: Transfer) -> torch.Tensor:
-        piece = transfer.piece
-        matrix = self.old[kept.fqn, kept.label].view(self.had[kept.fqn].shape)
-        return _block(matrix, piece, piece.source_row, piece.source_column)
-
-    def _target(self, kept: Kept, transfer: Transfer) -> torch.Tensor:
-        piece = transfer.piece
-        matrix = self.new[kept.fqn, kept.label].view(self.wanted[kept.fqn][1].shape)
-        return _block(matrix, piece, piece.destination_row, piece.destination_column)
-
-    def _count(self, *tensors: torch.Tensor) -> None:
-        self._bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        self.peak_bytes = max(self.peak_bytes, self._bytes)
-
-
-def _block(matrix: torch.Tensor, piece: Piece, row: int, column: int) -> torch.Tensor:
-    return matrix[row : row + len(piece.rows), column : column + len(piece.columns)]
-
-
-def _ends(move: tuple[Kept, Transfer]) -> tuple[int, int]:
-    return move[1].source, move[1].destination
-
-
-def _numel(parts: Sequence[Sequence[tuple[Kept, Transfer]]]) -> int:
-    return sum(transfer.piece.numel for moves in parts for _, transfer in moves)
 
 
 @torch.no_grad()

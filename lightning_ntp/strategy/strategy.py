@@ -15,7 +15,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_ntp.model_spec import ModelPlan
-from lightning_ntp.next_topology import next_topology
+from lightning_ntp.next_topology import WorkerCount, next_topology
 from lightning_ntp.strategy import checks, joining
 from lightning_ntp.strategy._lightning_private import (
     keep_samplers,
@@ -131,7 +131,8 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
         return module is not None and module in _SHARDED
 
     def _use(self, sharded: ShardedModel, healthy: Topology) -> None:
-        self._topology, self._num_healthy_rows = sharded.groups.topology, len(healthy.data_rows)
+        self._topology, self._healthy = sharded.groups.topology, healthy
+        self._num_healthy_rows = len(healthy.data_rows)
         self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed)
         _SHARDED[self.lightning_module] = sharded, healthy
 
@@ -157,7 +158,10 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
         if member is None or member.generation is None:
             return healthy, Groups(healthy, self.global_rank, self.root_device.type)
         absent = tuple(sorted(set(healthy.workers) - set(member.generation.members)))
-        topology = next_topology(healthy, absent, ()) if absent else healthy
+        costs = WorkerCount(max(len(healthy.workers) // self.num_nodes, 1))
+        topology = healthy
+        if absent:
+            topology = next_topology(healthy, absent, (), healthy=healthy, cost=costs, reshape=True)
         with member.groups:
             return topology, Groups(topology, member.worker, self.root_device.type, member.generation.members)
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ntp.errors import ConfigError, UnrecoverableError
+from lightning_ntp.next_topology import next_topology
 from lightning_ntp.plan_cost import PlanCost
 from lightning_ntp.presets import GPUS
-from lightning_ntp.succession import next_topology
 from lightning_ntp.topology import Replica, Topology
 from tests.plan_cases import specs_for
 
@@ -17,7 +17,7 @@ def following(old, lost=(), joined=(), healthy=None, domain_size=8, **options):
         return specs_for(Topology(old.num_roles, old.replicas, tuple(order)), heads=12, group=2, ffn=24, hidden=12)
 
     cost = PlanCost(params, old, GPUS["h100"], domain_size=domain_size)
-    return next_topology(old, lost, joined, healthy=healthy or old, cost=cost, global_batch=48, **options)
+    return next_topology(old, lost, joined, healthy=healthy or old, cost=cost, **options)
 
 
 THREES = Topology.from_shapes([(1, 3), (1, 3)])
@@ -63,6 +63,15 @@ def test_a_column_mate_is_parked_and_replaces_the_next_loss():
     back = following(following(hurt, [], [7], healthy=squares), healthy=squares)
     assert back.replicas[1].fsdp_size == back.replicas[1].degree == 2
     assert back.spares == ()
+
+
+def test_a_replica_changes_its_shape_rather_than_park_a_worker_and_gets_it_back():
+    squares = Topology.from_shapes([(2, 2), (2, 2)])
+    hurt = following(squares, [7], reshape=True)
+    assert hurt.replicas == (squares.replicas[0], Replica(((4,), (5,), (6,))))
+    assert hurt.spares == ()
+    back = following(hurt, [], [7], healthy=squares, reshape=True)
+    assert back.replicas == squares.replicas
 
 
 def test_a_whole_replica_is_dropped_and_comes_back_in_its_old_place():

@@ -1,0 +1,224 @@
+"""Silent corruption: after a step all holders of an element hold the same bits, so sums of them are compared, line by line.
+
+    cell of a tensor -> one 64-bit sum per line and segment -> smallest and largest over all holders -> unequal: who differs?
+
+A line is an index of the dim that tp cuts, a segment a run of the other dim that no worker's fsdp cut divides; a sum is weighted by
+position with odd numbers, so that a single flipped bit always changes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from lightning_ntp.dtensor.collectives import exchange_uneven, max_in_place
+from lightning_ntp.layout import Span
+from lightning_ntp.model_spec import Cell, ParamSpec
+from lightning_ntp.strategy.control import gather_live
+from lightning_ntp.strategy.fsdp import ShardedModel, local_of
+from lightning_ntp.strategy.held import is_cell
+from lightning_ntp.topology import Topology
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One place where holders of the same elements differ.
+
+    Args:
+        fqn: parameter.
+        label: ``""`` for the parameter, ``"0/exp_avg"`` for a state of optimizer 0.
+        rows, columns: of the parameter seen as a matrix.
+        culprits: workers that differ from the majority; empty if there is none.
+        holders: all workers that hold the place, each with its sum.
+        topology: of the job, to name replicas and roles.
+    """
+
+    fqn: str
+    label: str
+    rows: Span
+    columns: Span
+    culprits: tuple[int, ...]
+    holders: Mapping[int, int]
+    topology: Topology
+
+    def __str__(self) -> str:
+        what = f"{self.label.partition('/')[2]} of {self.fqn}" if self.label else self.fqn
+        where = f"{what}  rows{self.rows} columns{self.columns}"
+        if self.culprits:
+            return f"{where}: {', '.join(map(self._name, self.culprits))} differs from the other holders"
+        groups = sorted({value: None for value in self.holders.values()})
+        sides = [" and ".join(self._name(w) for w, v in self.holders.items() if v == value) for value in groups]
+        return f"{where}: {' | '.join(sides)} differ, and there is no majority to tell who is right"
+
+    def _name(self, worker: int) -> str:
+        at = self.topology.position(worker)
+        return f"worker {worker} (r{at.replica}/tp{self.topology.coordinates(worker).role})"
+
+
+@dataclass(frozen=True, slots=True)
+class IntegrityReport:
+    """What a check found and mended; the same on all workers.
+
+    Args:
+        damages: places that differ.
+        num_repaired: how many of them were overwritten with the majority's bits.
+    """
+
+    damages: tuple[Damage, ...]
+    num_repaired: int = 0
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Workers that a majority has shown to be wrong, ascending."""
+        return tuple(sorted({worker for damage in self.damages for worker in damage.culprits}))
+
+
+@torch.no_grad()
+def check_integrity(
+    sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer] = (), repair: bool = False
+) -> IntegrityReport:
+    """Compare all copies of parameters and optimizer state, bit by bit through sums.
+
+    Args:
+        sharded: between two steps.
+        optimizers: whose per-parameter state is compared as well.
+        repair: overwrite what differs from a majority of at least two equal holders.
+
+    Elements that have a single holder cannot be compared and are not. Collective over all workers with a role.
+    """
+    tensors = list(_tensors(sharded, optimizers))
+    grids = {spec.fqn: _Grid.of(spec, sharded.groups.topology) for spec in sharded.plan.params}
+    device = sharded.groups.device_type
+    at = sharded.coordinates
+    sums, holds = [], []
+    for spec, _, local in tensors:
+        own, mask = grids[spec.fqn].sums(local, spec.cell(at))
+        sums.append(own.reshape(-1))
+        holds.append(mask.reshape(-1))
+    mine, held = torch.cat(sums), torch.cat(holds)
+    # ``-1 - x`` turns the order of all 64-bit numbers round, so that one maximum gives the smallest and the largest.
+    lowest = torch.full_like(mine, torch.iinfo(torch.int64).min)
+    both = torch.stack([torch.where(held, mine, lowest), torch.where(held, -1 - mine, lowest)]).to(device)
+    max_in_place(both, sharded.groups.live)
+    wrong = (both[0] != -1 - both[1]).nonzero().reshape(-1)
+    if not len(wrong):
+        return IntegrityReport(())
+    everyone = gather_live({int(i): int(mine[i]) for i in wrong if held[i]}, sharded.groups)
+    workers = sharded.groups.topology.workers
+    damages = []
+    for place in map(int, wrong):
+        values = {worker: found[place] for worker, found in zip(workers, everyone, strict=True) if place in found}
+        number, offset = _locate(place, [part.numel() for part in sums])
+        spec, label, _ = tensors[number]
+        rows, columns = grids[spec.fqn].place(offset)
+        damages.append(Damage(spec.fqn, label, rows, columns, _culprits(values), values, sharded.groups.topology))
+    report = IntegrityReport(tuple(damages))
+    return _repair(sharded, report, tensors) if repair else report
+
+
+def _culprits(values: Mapping[int, int]) -> tuple[int, ...]:
+    value, count = Counter(values.values()).most_common(1)[0]
+    return tuple(worker for worker in values if values[worker] != value) if 2 * count > len(values) else ()
+
+
+def _locate(place: int, sizes: Sequence[int]) -> tuple[int, int]:
+    for number, size in enumerate(sizes):
+        if place < size:
+            return number, place
+        place -= size
+    raise IndexError(place)
+
+
+def _tensors(
+    sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]
+) -> Iterator[tuple[ParamSpec, str, torch.Tensor]]:
+    """(spec, label, local tensor), in one order on all workers."""
+    for spec, parameter in sharded.parameters():
+        yield spec, "", local_of(parameter)
+        for index, optimizer in enumerate(optimizers):
+            state = getattr(optimizer, "_optimizer", optimizer).state.get(parameter, {})
+            for key in sorted(key for key, value in state.items() if is_cell(parameter, value)):
+                yield spec, f"{index}/{key}", local_of(state[key])
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Lines x segments of one parameter, equal for all workers."""
+
+    line_dim: int
+    num_lines: int
+    segments: tuple[Span, ...]
+
+    @classmethod
+    def of(cls, spec: ParamSpec, topology: Topology) -> _Grid:
+        line_dim = 0 if spec.dim is None else spec.dim
+        cells = [spec.cell(topology.coordinates(worker)) for worker in topology.workers]
+        spans = [span for cell in cells for span in (cell.columns if line_dim == 0 else cell.rows)]
+        cuts = sorted({0, spec.matrix_shape[1 - line_dim], *(edge for span in spans for edge in (span.start, span.stop))})
+        segments = tuple(Span(a, b) for a, b in pairwise(cuts))
+        return cls(line_dim, spec.matrix_shape[line_dim], segments)
+
+    def sums(self, local: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
+        """(lines, segments) int64: this worker's sums, and whether it holds the place."""
+        bits = local.reshape(cell.shape).contiguous().view(_INTEGERS[local.element_size()]).to(torch.int64)
+        lines, others = (cell.rows, cell.columns) if self.line_dim == 0 else (cell.columns, cell.rows)
+        bits = bits if self.line_dim == 0 else bits.t()
+        own = torch.zeros((self.num_lines, len(self.segments)), dtype=torch.int64, device=local.device)
+        mask = torch.zeros_like(own, dtype=torch.bool)
+        at = _indices(lines, local.device)
+        start = 0
+        for span in others:
+            for number, segment in enumerate(self.segments):
+                if span.start <= segment.start and segment.stop <= span.stop:
+                    part = bits[:, start + segment.start - span.start : start + segment.stop - span.start]
+                    weights = 2 * torch.arange(segment.start, segment.stop, device=local.device) + 1
+                    own[at, number] = (part * weights).sum(1)
+                    mask[at, number] = True
+            start += len(span)
+        return own, mask
+
+    def place(self, offset: int) -> tuple[Span, Span]:
+        """Rows and columns of an entry."""
+        line, number = divmod(offset, len(self.segments))
+        pair = Span(line, line + 1), self.segments[number]
+        return pair if self.line_dim == 0 else (pair[1], pair[0])
+
+
+def _indices(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
+    parts = [torch.arange(span.start, span.stop, device=device) for span in spans]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def _repair(
+    sharded: ShardedModel, report: IntegrityReport, tensors: Sequence[tuple[ParamSpec, str, torch.Tensor]]
+) -> IntegrityReport:
+    """Culprits get the bits of the lowest worker of the majority. Collective over all workers with a role."""
+    groups = sharded.groups
+    workers, me, at = groups.topology.workers, groups.worker, sharded.coordinates
+    local = {(spec.fqn, label): (spec.cell(at), tensor) for spec, label, tensor in tensors}
+    repaired = [damage for damage in report.damages if damage.culprits]
+    for damage in repaired:
+        source = next(worker for worker in damage.holders if worker not in damage.culprits)
+        place = Cell((damage.rows,), (damage.columns,))
+        cell, tensor = local[damage.fqn, damage.label]
+        bits = tensor.view(cell.shape) if cell.numel else tensor
+        blocks = [
+            bits[p.source_row : p.source_row + len(p.rows), p.source_column : p.source_column + len(p.columns)]
+            for p in cell.pieces(place)
+        ]
+        sends = [place.numel if me == source and worker in damage.culprits else 0 for worker in workers]
+        gets = [place.numel if me in damage.culprits and worker == source else 0 for worker in workers]
+        packed = torch.cat([block.reshape(-1) for block in blocks]).repeat(len(damage.culprits)) if sum(sends) else tensor.new_empty(0)
+        received = exchange_uneven(packed, sends, gets, groups.live)
+        if sum(gets):
+            start = 0
+            for block in blocks:
+                block.copy_(received[start : start + block.numel()].view(block.shape))
+                start += block.numel()
+    return IntegrityReport(report.damages, len(repaired))

@@ -270,6 +270,7 @@ def test_another_number_of_data_rows_goes_on_with_the_next_sample(pool, tmp_path
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["map", "stream", "workers"])
 def test_resumed_at_every_point(pool, tmp_path, kind):
     for names in (tuple(STARTS), tuple(STARTS)[::-1]):

@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_ntp.errors import UnrecoverableError
+from lightning_ntp.strategy.events import CommitEvent, Observer, Observers
+from lightning_ntp.strategy.manual import WHY
+from lightning_ntp.strategy.recovery import Recovery
 from tests import lightning_jobs as jobs
 from tests.models import float64_norms, randomize
 from tests.test_trainer_features import BATCH, EXACT, SIZE
@@ -133,3 +138,65 @@ def test_manual_optimization_equals_one_process(pool, kind, sizes):
         assert logged["train_epoch"] == pytest.approx(trainer.callback_metrics["train_epoch"].item(), abs=EXACT)
         assert logged["train_step"] == pytest.approx(trainer.callback_metrics["train_step"].item(), abs=EXACT)
         assert not is_toggle_left
+
+
+def resumed_case(rank: int, world: int, folder: str) -> Any:
+    """Two epochs in one go; the second one again from the first one's checkpoint; samples that were committed."""
+    with jobs.as_worker(rank, world):
+        states, counts = [], Counts()
+        for options in ({}, {"ckpt_path": f"{folder}/epoch=0.ckpt"}):
+            strategy = jobs.ntp(replica_sizes=[2, 1])
+            strategy.observers.add(counts)
+            saver = ModelCheckpoint(folder if not options else f"{folder}/again", filename="{epoch}", save_top_k=-1)
+            trainer = jobs.trainer(strategy, world, max_epochs=2, callbacks=[saver], enable_checkpointing=True)
+            trainer.fit(Alternating(), jobs.loader(SIZE, BATCH), **options)
+            states.append(jobs.whole_state(strategy))
+        return (*states, counts.samples)
+
+
+class Counts(Observer):
+    """Counts the samples of steps."""
+
+    def __init__(self) -> None:
+        self.samples = 0.0
+
+    def on_commit(self, event: CommitEvent) -> None:
+        self.samples += event.num_samples
+
+
+def test_manual_optimization_resumes_and_its_steps_are_counted(pool, tmp_path):
+    results = pool.run(resumed_case, 3, str(tmp_path))
+    whole, resumed, _ = results[0]
+    assert max(float((whole[name] - resumed[name]).abs().max()) for name in whole) < EXACT
+    assert [samples for *_, samples in results] == [3 * SIZE] * 3
+
+
+class Survivor:
+    """As much of a member as an error asks for."""
+
+    def __init__(self, somebody_is_lost: bool) -> None:
+        self.somebody_is_lost = somebody_is_lost
+        self.reported: list[BaseException] = []
+
+    def progress(self, phase: str) -> None:
+        pass
+
+    def confirm_loss(self, error: BaseException) -> bool:
+        return self.somebody_is_lost
+
+    def report_error(self, error: BaseException) -> None:
+        self.reported.append(error)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_loss_in_a_manual_step_ends_the_job_and_says_why(is_lost):
+    member: Any = Survivor(is_lost)
+    recovery = Recovery(member, Observers())
+
+    def step() -> None:
+        raise ConnectionError("closed by peer")
+
+    expected, match = (UnrecoverableError, "a worker was lost: automatic_optimization=False") if is_lost else (ConnectionError, "peer")
+    with pytest.raises(expected, match=match):
+        recovery.once("step", step, WHY)
+    assert len(member.reported) == (0 if is_lost else 1)

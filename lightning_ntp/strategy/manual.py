@@ -11,21 +11,21 @@ An update cannot be taken back here, as a later backward of the same step may de
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.strategy._lightning_private import results_of, run_after_closure
+from lightning_ntp.strategy._lightning_private import run_after_closure, training_results
 from lightning_ntp.strategy.base import StrategyBase, parameters_of
+from lightning_ntp.strategy.events import CommitEvent
 from lightning_ntp.strategy.sampler import reseed
 from lightning_ntp.strategy.step_log import StepLog
 
-PROTECTED_BY_CHECKPOINTS = (
-    "automatic_optimization=False: a training_step that updates in the middle cannot be run again, so only checkpoints protect "
-    "this job; when a worker is lost it ends"
-)
+WHY = "automatic_optimization=False: a training_step that updates in the middle cannot be run again"
+PROTECTED_BY_CHECKPOINTS = f"{WHY}, so only checkpoints protect this job; when a worker is lost in a step it ends"
 """What is said at the start of such a fit."""
 
 TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
@@ -63,6 +63,14 @@ class ManualOptimization(StrategyBase):
         """The user's whole step, on this row's share in one piece. Collective over all workers with a role."""
         if not self.is_manual:
             return super().training_step(*args, **kwargs)
+        output = self.recovery.once("step", lambda: self._whole_step(super(ManualOptimization, self), args, kwargs), WHY)
+        self._held_step += 1
+        self.observers.commit(
+            CommitEvent(self._held_step - 1, self._loop_count, True, 1, self.recovery.generation, time.monotonic())
+        )
+        return output
+
+    def _whole_step(self, behind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         trainer, runner, batch = self.lightning_module.trainer, self.runner, self._taken_batch()
         if len(batch.batches) != 1:
             raise ConfigError(
@@ -76,14 +84,14 @@ class ManualOptimization(StrategyBase):
         reseed(self._seed, trainer.current_epoch, trainer.fit_loop.batch_idx, self.control.row)
         if torch.cuda.is_available():
             torch.cuda.manual_seed(torch.initial_seed())
-        log = StepLog(results_of(trainer), self.reduce_logged)
+        log = StepLog(training_results(trainer), self.reduce_logged)
         runner.in_training_step = True
         try:
             with log.micro_batch(batch.batches[0], batch.weights[0]), batch.alone(0, self.lightning_module):
-                output = super().training_step(*args, **kwargs)
+                output = behind.training_step(*args, **kwargs)
         finally:
             runner.in_training_step = False
-            self._loop_batch = None
+            self._loop_batch, self._is_batch_pending = None, False
         log.finish(self.control)
         return output
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol, TypeVar
 
-from lightning_ntp.errors import PlanMismatchError, PoisonBatchError
+from lightning_ntp.errors import PlanMismatchError, PoisonBatchError, UnrecoverableError
 from lightning_ntp.strategy.events import LossEvent, Observers, RecoveryEvent
 from lightning_ntp.strategy.generation import Decision, Generation, Outcome
 from lightning_ntp.strategy.membership import Member
@@ -185,6 +185,30 @@ class Recovery:
                 region.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             finally:
                 self._region = None
+
+    def once(self, phase: str, work: Callable[[], Done], why: str) -> Done:
+        """`work` that cannot be run again: a loss in it ends the job. All members.
+
+        Args:
+            phase: of `events.PHASES`.
+            why: said when that happens.
+
+        Raises:
+            Exception: of `work`, if it does not come from a loss.
+            UnrecoverableError: a worker was lost meanwhile.
+        """
+        self._region = RegionState(phase, lambda: None, False)
+        try:
+            return self._told(phase, work)
+        except Exception as error:
+            if self.member is None:
+                raise
+            if self.member.confirm_loss(error):
+                raise UnrecoverableError(f"a worker was lost: {why}. Start again from the last checkpoint") from error
+            self.member.report_error(error)
+            raise
+        finally:
+            self._region = None
 
     def all_or_nobody(self, phase: str, work: Callable[[], Done], undo: Callable[[], None] = lambda: None) -> Done:
         """`run`, ended by a vote: every member has done `work` in the same generation. All members."""

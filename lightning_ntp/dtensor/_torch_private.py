@@ -13,7 +13,7 @@ DTensor has no public way to give a new placement its rules. What we hook, once,
 | `_custom_op_handlers` | operators that communicate or need the worker's own elements (norms, sums, cross-entropy) are answered here, before sharding rules; `loss_parallel` removes handlers of the same operators, so we come back after it |
 | `unwrap_to_op_info` ... `wrap` | torch's own path for such an operator on tensors that are not ours |
 | `debug._clear_sharding_prop_cache`, `clear_redistribute_planner_cache` | meshes compare by ranks and shape, so the caches hand a mesh whose groups are gone to its equal of the next generation |
-| `_collective_utils.MeshTopoInfo.build_from_mesh` | a cache without a bound that keeps every mesh, and with it its groups, sockets and threads |
+| `_collective_utils.MeshTopoInfo.build_from_mesh`, `ShardingPropagator._propagate_tensor_meta_cached` | two more caches that keep meshes of generations gone by, and with them their groups, sockets and threads |
 | `RuntimeSchemaInfo`, `op_to_schema_info` | which plain arguments belong to that key: an operator unknown to DTensor has none, and its rule would be reused for other arguments |
 | `checkpoint.filesystem._StorageInfo` | where in which file a tensor is: the leader writes the metadata for all workers without asking them |
 """
@@ -200,6 +200,9 @@ def clear_caches() -> None:
         clear()
     planner._gen_transform_infos.cache_clear()
     torch.distributed.tensor._collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    metas = getattr(type(_propagator), "_propagate_tensor_meta_cached", None)
+    if metas is not None:
+        metas.cache_clear()
 
 
 def _existing(module: ModuleType, name: str) -> Any:

@@ -121,6 +121,16 @@ def test_a_save_that_lost_a_part_is_no_checkpoint(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
 
 
+def test_a_commit_after_one_that_was_cut_off_does_not_list_its_own_manifest(tmp_path):
+    folder, shapes = tmp_path / "c", [(1, 2)]
+    save(shapes, folder, "cut off", finish=False)
+    Manifest({}).write(aside_of(folder, "cut off"))
+    commit(aside_of(folder, "cut off"), folder, Topology.from_shapes(shapes).workers)
+    manifest = Manifest.read(folder)
+    assert MANIFEST not in manifest.files
+    manifest.check(folder)
+
+
 class Bomb:
     def __reduce__(self):
         return print, ("boom",)

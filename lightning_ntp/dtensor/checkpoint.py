@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from lightning_ntp.dtensor._torch_private import StorageInfo
 from lightning_ntp.dtensor.checkpoint_files import (
+    MANIFEST,
     Manifest,
     SafeReader,
     checksum,
@@ -217,6 +218,8 @@ def commit(aside: Path, folder: Path, parts: Sequence[int]) -> None:
     FileSystemWriter(aside, sync_files=True).finish(Metadata(dict(tensors)), [results])
     for part in parts:
         part_file(aside, part).unlink()
+    # A leader that was killed before the renaming has left one, which must not be listed in the new one.
+    (aside / MANIFEST).unlink(missing_ok=True)
     for file in aside.rglob("*"):
         name = file.relative_to(aside).as_posix()
         if file.is_file() and name not in files:

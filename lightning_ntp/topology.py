@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.model_spec import Coordinates
@@ -111,6 +112,17 @@ class Topology:
             replicas.append(Replica(tuple(tuple(range(at + f * tp, at + (f + 1) * tp)) for f in range(fsdp))))
             at += fsdp * tp
         return cls(num_roles or max(tp for _, tp in shapes), tuple(replicas), tuple(loss_order))
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON values; `from_data` reads them."""
+        grids = [[list(row) for row in replica.grid] for replica in self.replicas]
+        return {"num_roles": self.num_roles, "grids": grids, "loss_order": self.loss_order, "spares": self.spares}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Topology:
+        """What `to_data` has said."""
+        replicas = tuple(Replica(tuple(tuple(row) for row in grid)) for grid in data["grids"])
+        return cls(data["num_roles"], replicas, tuple(data["loss_order"]), tuple(data["spares"]))
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
 
 from lightning_ntp.dtensor.checkpoint_files import Manifest
+from lightning_ntp.strategy.rendezvous import EXIT_SAVED
 from lightning_ntp.testing import Fault, FaultScript
 from tests.survival import Run
 
@@ -44,7 +46,11 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_run_equals_one_that_nothing_happened_to(name: str, tmp_path: Path) -> None:
     faults, survivors = LOSSES[name]
-    Run(tmp_path, FaultScript(*faults)).check(survivors)
+    run = Run(tmp_path, FaultScript(*faults), log=True)
+    run.check(survivors)
+    rows = list(csv.DictReader((tmp_path / "logs" / "version_0" / "metrics.csv").open()))
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["version_0"]
+    assert max(int(row["step"]) for row in rows) >= 7
 
 
 def test_losses_in_control_calls_validation_and_checkpoints(tmp_path: Path) -> None:
@@ -74,3 +80,22 @@ def test_state_that_nobody_else_holds_is_lost_and_named(tmp_path: Path) -> None:
     strategy = {"replica_sizes": [3]}
     run = Run(tmp_path, FaultScript(kill(1, "sync", 3)), workers=3, strategy=strategy, code=1)
     assert "UnrecoverableError: model.model.embed_tokens.weight: no live worker holds" in run.job.printed.decode()
+
+
+def test_a_replacement_is_taken_in_at_a_step_boundary(tmp_path: Path) -> None:
+    run = Run(tmp_path, FaultScript(kill(4, "sync", 1)), max_respawns=1, max_epochs=8)
+    run.check({0, 1, 2, 3, 5, 6})
+    back = next(line for line in run.lines("recovered") if line["joined"] == [6])
+    assert "1x3, 1x3" in back["topology"] and not back["gone"]
+
+
+def test_a_worker_that_is_asked_to_leave_costs_no_step(tmp_path: Path) -> None:
+    run = Run(tmp_path, terminate=[(1, 4), (4, 0)])
+    run.check({1, 2, 3, 5})
+    assert not run.lines("lost") and {line["attempts"] for line in run.lines("step")} == {1}
+
+
+def test_a_job_that_has_to_go_as_a_whole_is_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, terminate=[(2, worker) for worker in range(6)], code=EXIT_SAVED, default_root_dir=str(tmp_path))
+    assert (tmp_path / "saved-before-leaving.ckpt").is_dir()
+    assert max(line["step"] for line in run.lines("step")) < len(run.global_batches) - 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -89,6 +91,26 @@ def next_batch(trainer: Any) -> Any:
     return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
+def dump_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Everything that Lightning puts into a checkpoint, without writing one."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
+def resume_from(trainer: Any, source: Any) -> None:
+    """Let the fit that begins resume from `source`, whatever path the user gave."""
+    connector = trainer._checkpoint_connector
+    original = type(connector)._restore_modules_and_callbacks
+    connector._restore_modules_and_callbacks = lambda *_, **__: original(connector, source)
+
+
+def guard_prepare_data(trainer: Any, run: Callable[[Callable[[], None]], None]) -> None:
+    """Let `run` call the part of a fit's start in which Lightning makes groups of its own and waits for downloads."""
+    connector = trainer._data_connector
+    original = type(connector).prepare_data
+    connector.prepare_data = lambda: run(lambda: original(connector))
+
+
 def evaluation_loops(trainer: Any) -> tuple[Any, ...]:
     """All loops that evaluate or predict."""
     return (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
@@ -122,15 +144,20 @@ def halves_of_run(loop: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return first, lambda: without_gradients(kind.on_run_end)(loop)
 
 
-def stop_sigterm_broadcasts(trainer: Any) -> None:
-    """Lightning broadcasts a flag before every batch and swallows errors: a dead peer would be hidden, or hang everybody."""
+def take_sigterm(trainer: Any, request_leave: Callable[[str], None]) -> None:
+    """SIGTERM and SIGUSR1 ask for a planned leave.
+
+    Lightning would broadcast a flag before every batch and swallow errors, so that a dead peer is hidden or hangs everybody.
+    """
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     connector = trainer._signal_connector
 
     def note(signum: int, frame: Any) -> None:
-        connector.received_sigterm = True
+        request_leave(signal.Signals(signum).name)
 
     connector._sigterm_notifier_fn = note  # it would start a collective in the middle of whatever runs
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, note)
 
 
 @contextmanager

@@ -70,6 +70,13 @@ class StrategyBase(_Base):
         self._num_healthy_rows = 1  # data rows of the job as it was started: the global batch stays what it was then
         self._held_step = 0  # optimizer steps whose updates this worker's state has
         self._open_window: OpenWindow | None = None
+        self._num_setups = 0
+        self._is_newcomer = False  # a worker that has come later, until its first step
+        self._awaits_state = False  # its module has no storage yet
+        self._live: dict[str, Any] | None = None  # what the others have told it
+        self._is_regroup_wanted = False
+        self._has_led = False  # logs, progress bar and screen are this worker's
+        self._must_end = False  # all workers were asked to leave
         self._is_batch_pending = False  # Lightning has fetched a training batch that no step has finished
         self._sources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # our loader -> the user's
         super().__init__()

@@ -50,12 +50,14 @@ class RecoveryConfig:
         batch_policy: ``"keep"`` the global batch after a loss (survivors run more), or ``"shrink"`` it by the lost share.
         hang_seconds: a worker that makes no progress for this long counts as lost; more than the longest stretch of a run in
             which workers wait for one that computes or writes alone.
+        max_respawns: replacements that are started for lost workers over the whole job; they join the running fit.
         checkpoint: how the last resort is written.
     """
 
     enabled: bool = True
     batch_policy: Literal["keep", "shrink"] = "keep"
     hang_seconds: float = 600.0
+    max_respawns: int = 8
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def __post_init__(self) -> None:
@@ -65,6 +67,8 @@ class RecoveryConfig:
             raise ConfigError(f"RecoveryConfig: checkpoint is a CheckpointConfig, got {type(self.checkpoint).__name__}")
         if not self.hang_seconds > 0:
             raise ConfigError(f"RecoveryConfig: hang_seconds must be above 0, got {self.hang_seconds}")
+        if self.max_respawns < 0:
+            raise ConfigError(f"RecoveryConfig: max_respawns must be 0 or more, got {self.max_respawns}")
 
     def is_on(self, environ: Mapping[str, str]) -> bool:
         """Whether the job recovers, with ``NTP_RECOVERY`` of the environment considered."""

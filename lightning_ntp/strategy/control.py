@@ -28,10 +28,11 @@ class ControlPlane:
         self.groups, self.device = groups, device
         topology = groups.topology
         self.num_rows = len(topology.data_rows)
-        self.row = topology.data_row(groups.worker)
-        self.speaks = topology.position(groups.worker).tp == 0
-        workers = topology.workers
-        self._speakers = [workers.index(topology.replicas[r].grid[f][0]) for r, f in topology.data_rows]
+        self.row = topology.data_row(groups.worker) if groups.has_role else -1
+        # The oldest worker of a row has all that was logged in this epoch; one that joined in its middle has not.
+        speakers = [min(topology.replicas[r].grid[f]) for r, f in topology.data_rows]
+        self.speaks = groups.worker in speakers
+        self._speakers = [topology.workers.index(worker) for worker in speakers]
 
     def barrier(self) -> None:
         """Wait until all are here."""

@@ -124,6 +124,7 @@ class Coordinator:
     _num_leaves: int = 0
     _leaving: set[int] = field(default_factory=set)
     _to_call: bool = False
+    _takes_newcomers: bool = True
     deadline: HangDeadline = field(init=False)
 
     def __post_init__(self) -> None:
@@ -240,6 +241,8 @@ class Coordinator:
         self.generation += 1
         self.forming = True
         self._forming_since = now_seconds
+        # After a loss survivors may be anywhere; whoever comes new can follow them from a step boundary only.
+        self._takes_newcomers = not end["broken"] or not self._members
         put_json(self.store, "generation", self.generation)
         for worker in self._members:
             put_json(self.store, f"ended/{ended}/{worker}", end)
@@ -271,6 +274,8 @@ class Coordinator:
         joined = self._joined()
         if not self.active <= joined:
             return
+        if not self._takes_newcomers:
+            joined &= self.active
         survivors = sorted(joined & set(self._members))
         members = (*survivors, *sorted(joined - set(survivors)))
         infos = tuple(get_json(self.store, f"join/{self.generation}/{worker}") for worker in members)

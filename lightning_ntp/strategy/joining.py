@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +23,11 @@ _log = logging.getLogger(__name__)
 
 _MEMBER: list[Member] = []
 """This process's member; a second Trainer in the same script goes on with it."""
+
+
+def is_late(environ: Mapping[str, str]) -> bool:
+    """Whether this worker was started after its job: its id is none of those that the job began with."""
+    return int(environ.get(rendezvous.ENV_WORKER_ID, 0)) >= int(environ.get("WORLD_SIZE", 1))
 
 
 def enter(environment: WorkerEnvironment, device: torch.device, config: RecoveryConfig) -> Member | None:
@@ -66,5 +72,6 @@ def _join(address: rendezvous.JobAddress, backend: str, device: torch.device, co
         device=device if backend == "nccl" else None,
         faults=FaultScript.from_env(os.environ),
     )
-    member.join({"step": None, "error": "", "phase": "start"})
+    if not is_late(os.environ):  # else it joins when its script has come to the fit that the others are in
+        member.join({"step": None, "error": "", "phase": "start", "setups": 0})
     return member

@@ -12,6 +12,7 @@ from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.gpus import visible_gpus
 from lightning_ntp.strategy.job_log import new_run_folder
 from lightning_ntp.strategy.rendezvous import ENV_RECOVERY, ENV_STORE_ENDPOINT
+from lightning_ntp.strategy.respawn import RespawnConfig
 from lightning_ntp.strategy.supervisor import Supervisor
 from lightning_ntp.strategy.supervisor_config import ENV_RESOLVER, RESOLVER, SupervisorConfig
 
@@ -60,6 +61,7 @@ class WorkerLauncher:
         recovery, gpus = self.recovery.is_on(os.environ), visible_gpus(os.environ)
         config = SupervisorConfig(
             patience=self.recovery.patience,
+            respawn=RespawnConfig(max_respawns=self.recovery.max_respawns if recovery else 0),
             log_folder=new_run_folder(os.environ) if recovery else None,
             gpus=gpus if len(gpus) == self.num_workers else (),  # else only the Trainer knows which ones it wants
         )

@@ -22,7 +22,9 @@ class Messages(StrategyBase):
     result. Within a larger region (an evaluation, a save) it is a part of that.
     """
 
-    def _call(self, message: Callable[[], Sent]) -> Sent:
+    def _call(self, message: Callable[[], Sent], alone: Any = None) -> Sent:
+        if self._is_newcomer:
+            return alone  # the others are past the start of the fit
         return self.recovery.all_or_nobody("control", message)
 
     def barrier(self, name: str | None = None) -> None:
@@ -36,7 +38,7 @@ class Messages(StrategyBase):
         self._refuse_in_step("strategy.broadcast")
         if self._runner is None:
             return self._call(lambda: agree_with_leader(obj, self.root_device)) if dist.is_initialized() else obj
-        return self._call(lambda: self.control.broadcast(obj, src))
+        return self._call(lambda: self.control.broadcast(obj, src), obj)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Over data rows, each counted once. In an evaluation step a mean is weighted by what each row's batch counts.
@@ -47,7 +49,7 @@ class Messages(StrategyBase):
         if not isinstance(tensor, torch.Tensor) or self._runner is None:
             return tensor
         self._refuse_in_step("strategy.reduce")
-        return self._call(lambda: self.control.reduce_rows(tensor, str(reduce_op or "sum"), self._eval_weight))
+        return self._call(lambda: self.control.reduce_rows(tensor, str(reduce_op or "sum"), self._eval_weight), tensor)
 
     def reduce_logged(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """`reduce` for values that ``self.log`` was given in `training_step`.
@@ -81,9 +83,11 @@ class Messages(StrategyBase):
     def gather_rows(self, tensor: torch.Tensor, name: str = "computing a metric over all data rows") -> list[torch.Tensor]:
         """The tensors of all data rows; sizes may differ. ConfigError that speaks of `name` inside training_step."""
         self._refuse_in_step(name)
-        return self._call(lambda: self.control.gather_rows(tensor))
+        return self._call(lambda: self.control.gather_rows(tensor), [tensor] * self.control.num_rows)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all workers, or any of them, say yes."""
         self._refuse_in_step("strategy.reduce_boolean_decision")
-        return self._call(lambda: self.control.all_agree(decision) if all else self.control.any_agrees(decision))
+        return self._call(
+            lambda: self.control.all_agree(decision) if all else self.control.any_agrees(decision), decision
+        )

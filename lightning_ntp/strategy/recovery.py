@@ -53,6 +53,7 @@ class Regroup:
     """What the members of a new generation are about to do; equal on all of them.
 
     lost, joined: worker ids relative to the topology that held the state so far.
+    leavers: members that end once the others hold what they held: asked to leave, or without a role.
     topology: the new one; None where nothing has been cut yet.
     words: the topology in words; `degrees` of its replicas, `healthy_degree`.
     """
@@ -60,6 +61,7 @@ class Regroup:
     generation: Generation
     lost: tuple[int, ...]
     joined: tuple[int, ...]
+    leavers: tuple[int, ...] = ()
     topology: Any = None
     words: str = ""
     degrees: tuple[int, ...] = ()
@@ -88,6 +90,9 @@ class Job(Protocol):
     def resume(self, regroup: Regroup) -> None:
         """Bring everything else that belongs to the running step back to where this worker was in it. All members."""
 
+    def leave(self) -> None:
+        """End this process well: the others hold what it held. Does not return. Local."""
+
     def batch_in_words(self) -> str:
         """The samples of the step that is running."""
 
@@ -99,14 +104,16 @@ class Job(Protocol):
 class RegionState:
     """A region that is running: its phase, and what went wrong with it so far.
 
-    planned: the members re-form although nothing is wrong.
+    planned: the members re-form although nothing is wrong; `unasked`: not because a vote said so, but since some have left.
     """
 
     phase: str
     undo: Callable[[], None]
     planned: bool = False
+    unasked: bool = False
     error: str = ""
     num_failures: int = 0
+    joined: tuple[int, ...] = ()
 
 
 @dataclass
@@ -127,6 +134,7 @@ class Recovery:
     _region: RegionState | None = None
     _serial: int = 0
     _members: tuple[int, ...] = ()
+    _leavers: tuple[int, ...] = ()
     _casualties: defaultdict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     @property
@@ -174,7 +182,7 @@ class Recovery:
             self.num_attempts += 1
             self._region = region
             try:
-                if region.error or region.planned:
+                while region.error or region.planned:
                     self._recover(self.member, self.job, region)
                 self.member.check()
                 return self._told(phase, work)
@@ -259,19 +267,26 @@ class Recovery:
         self._turn(RecoveryPhase.BROKEN, seconds)
         job.let_go()
         self._turn(RecoveryPhase.REGROUPING, seconds)
-        generation = member.join(job.info() | {"error": region.error, "phase": region.phase})
-        lost = tuple(worker for worker in self._members if worker not in generation.members)
+        generation = member.join(job.info() | {"error": region.error, "phase": region.phase}, regroup=region.unasked)
+        lost = tuple(worker for worker in self._members if worker not in {*generation.members, *self._leavers})
         self.joined(generation)
         self._judge(region, generation, lost, step, heard, was_running)
-        region.planned = False
         self._turn(RecoveryPhase.PLANNING, seconds)
         regroup = job.plan(generation)
         self._turn(RecoveryPhase.MOVING, seconds)
         num_bytes = job.move(regroup, self.agree)
         self._turn(RecoveryPhase.RUNNING, seconds)
-        region.undo()
-        job.resume(regroup)
-        self._tell(regroup, region, seconds, heard, num_bytes)
+        self._leavers = regroup.leavers
+        region.joined += regroup.joined
+        if member.worker in regroup.leavers:
+            job.leave()
+        # Without the leavers everybody forms once more; until then nobody resumes.
+        region.planned = region.unasked = bool(regroup.leavers)
+        if not region.planned:
+            region.undo()
+            job.resume(regroup)
+            self._tell(regroup, region, seconds, heard, num_bytes)
+            region.error = ""
 
     def _judge(
         self,
@@ -323,7 +338,7 @@ class Recovery:
                 step=0 if self.job is None else self.job.step,
                 generation=generation.number,
                 lost=regroup.lost,
-                joined=regroup.joined,
+                joined=region.joined,
                 seconds=times,
                 bytes_moved=num_bytes,
                 topology=regroup.words,

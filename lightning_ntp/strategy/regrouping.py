@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +27,7 @@ from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.screen import layout
 from lightning_ntp.strategy.state import rebuild
 from lightning_ntp.strategy.stepping import Stepping
+from lightning_ntp.strategy.takeover import take_over
 from lightning_ntp.testing import Fault
 from lightning_ntp.topology import Topology
 
@@ -38,8 +41,12 @@ class Regrouping(Stepping, Loading):
         return self._held_step
 
     def info(self) -> dict[str, Any]:
-        """For the others when this worker joins: the step of its state, None while it has none."""
-        return {"step": None if self._runner is None else self._held_step}
+        """For the others when this worker joins: the step of its state, None while it has none, and the job for newcomers."""
+        told = {"setups": self._num_setups, "briefed": not self._is_newcomer or self._live is not None}
+        if self._runner is None:
+            return told | {"step": None}
+        step = None if self._awaits_state else self._held_step
+        return told | {"step": step, "job": {"topology": self.topology.to_data(), "healthy": self._healthy.to_data()}}
 
     def damage(self, fault: Fault) -> None:
         """Flip a bit of a parameter that this worker holds. Local."""
@@ -64,19 +71,44 @@ class Regrouping(Stepping, Loading):
     def plan(self, generation: Generation) -> Regroup:
         """The topology over the members of a generation, the same on all. All members."""
         self.adopt(generation)
-        if self._runner is None:
+        if self._is_newcomer:
+            self._learn(generation)
+        if self._topology is None:
             return Regroup(generation, (), ())
-        old, members = self.topology, set(generation.members)
+        old, members = self._topology, set(generation.members)
         known = {*old.workers, *old.spares}
         lost, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
-        new = old
-        if lost or joined:
-            new = next_topology(old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True)
-        plans = set(gather_everyone(repr((new.replicas, new.loss_order, new.spares))))
+        going = tuple(sorted((set(generation.leaving) & members) | self._strangers(generation)))
+        if set(going) >= set(old.workers) & members:  # nobody would be left: the job saves and ends as a whole
+            self._must_end, going = True, ()
+        told = None if self._runner is None else self._next(old, {*lost, *going} & known, set(joined) - set(going))
+        plans = {repr(plan): plan for plan in gather_everyone(told) if plan is not None}  # newcomers have no model to ask yet
         if len(plans) > 1:
             raise PlanMismatchError(f"members of generation {generation.number} plan different topologies: {sorted(plans)}")
+        new = Topology.from_data(next(iter(plans.values())))
+        leavers = (*going, *new.spares)
+        new = replace(new, spares=tuple(sorted(leavers)))  # they hand out what they hold before they go
         degrees = tuple(replica.degree for replica in new.replicas)
-        return Regroup(generation, lost, joined, new, layout(new), degrees, new.num_roles)
+        return Regroup(generation, lost, joined, leavers, new, layout(new), degrees, new.num_roles)
+
+    def _next(self, old: Topology, lost: set[int], joined: set[int]) -> dict[str, Any]:
+        if not lost and not joined:
+            return old.to_data()
+        new = next_topology(old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True)
+        return _with_newcomers_at_work(new, joined).to_data()
+
+    def _strangers(self, generation: Generation) -> set[int]:
+        """Newcomers whose script is at another `fit` or evaluation than the members: they cannot follow."""
+        setups = {worker: info["setups"] for worker, info in generation.who_said()}
+        here = [setups[worker] for worker, info in generation.who_said() if info["step"] is not None]
+        return {worker for worker, count in setups.items() if here and count != here[0]}
+
+    def _learn(self, generation: Generation) -> None:
+        """A newcomer's picture of the job that it joins: the topology that holds the state, as the members see it. Local."""
+        job = next(info["job"] for _, info in generation.who_said() if "job" in info)
+        self._topology, self._healthy = Topology.from_data(job["topology"]), Topology.from_data(job["healthy"])
+        self._num_healthy_rows = len(self._healthy.data_rows)
+        self._held_step = max(info["step"] for info in generation.infos if info["step"] is not None)
 
     def _costs(self) -> PlanCost:
         """What shapes of this model cost, the same on all members: memory in whole GiB."""
@@ -90,25 +122,51 @@ class Regrouping(Stepping, Loading):
 
     def move(self, regroup: Regroup, agree: Callable[[], object]) -> int:
         """New groups, and this worker's cells of the new topology; bytes received. All members."""
-        if self._runner is None:
+        if regroup.topology is None:
             return 0
         member, generation = self._own_member(), regroup.generation
         topology: Topology = regroup.topology
         with member.groups:
             groups = Groups(topology, member.worker, self.root_device.type, generation.members)
+        if self._runner is None:
+            self.park(groups)
         steps = {worker: info["step"] for worker, info in generation.who_said()}
         with torch.inference_mode(False):
             report = rebuild(self.sharded, self.state_holders, groups, steps, agree=agree)
-        self._topology = topology
-        self.runner.control = ControlPlane(groups, self.root_device)
-        self._held_step = report.step
+        self._topology, self._held_step, self._awaits_state = topology, report.step, False
+        if groups.has_role:
+            self.runner.control = ControlPlane(groups, self.root_device)
         return report.received_bytes
+
+    def park(self, groups: Groups) -> None:
+        """Make of a newcomer's module what `rebuild` fills. Local."""
+        raise NotImplementedError
+
+    def brief_newcomers(self) -> None:
+        """Tell newcomers where the fit stands. All members."""
+        raise NotImplementedError
+
+    def leave(self, exit_code: int = 0) -> None:
+        """End this process, which is no loss. Does not return. Local."""
+        for logger in self.lightning_module.trainer.loggers if self.is_global_zero else ():
+            logger.finalize("success")
+        self._own_member().leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)  # an exception would run the user's on_exception hooks, which may wait for workers that have gone on
 
     def resume(self, regroup: Regroup) -> None:
         """Loaders of the new data rows, and the open window up to where this worker was in it. All members."""
         if self._runner is None:
             return
+        if not all(info.get("briefed", True) for info in regroup.generation.infos):
+            self.brief_newcomers()
+        if self._is_newcomer:
+            return  # its loops have not begun
         self.restart_data()
+        if self.is_global_zero and not self._has_led:
+            self._has_led = True
+            take_over(self.lightning_module.trainer)
         self.replay_window()
 
     def batch_in_words(self) -> str:
@@ -122,3 +180,18 @@ class Regrouping(Stepping, Loading):
         if self.recovery.member is None:
             raise RuntimeError("recovery is off")
         return self.recovery.member
+
+
+def _with_newcomers_at_work(topology: Topology, joined: set[int]) -> Topology:
+    """A replacement has another id than the worker that stood at its place: it takes a lost role, the smallest replica's first."""
+    while True:
+        free = sorted(joined & set(topology.spares))
+        hurt = [
+            (replica.degree, index)
+            for index, replica in enumerate(topology.replicas)
+            if replica.degree < topology.num_roles and replica.fsdp_size <= len(free)
+        ]
+        if not hurt:
+            return topology
+        _, index = min(hurt)
+        topology = topology.with_workers(index, free[: topology.replicas[index].fsdp_size])

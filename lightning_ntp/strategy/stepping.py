@@ -86,13 +86,19 @@ class Stepping(StrategyBase):
     ) -> Any:
         """One loop batch; at the end of a window the update. Collective over all workers with a role."""
         trainer = self.lightning_module.trainer
+        self._is_newcomer = False
+        if self._is_regroup_wanted and self._open_window is None:
+            self._is_regroup_wanted = False
+            self.recovery.run("commit", nothing, planned=True)  # newcomers are at the door, or somebody must go
+        if self._must_end:
+            self.save_and_end(trainer)
         window = self._opened_window(trainer)
         attempt = self.recovery.run("step", partial(self._attempt, optimizer, closure, ends_window(trainer)))
         self._loop_batch, self._is_batch_pending = None, False
         if attempt.decision is None:
             window.passed.append(self._step_arguments)
             return attempt.loss
-        self._open_window = None
+        self._open_window, self._is_regroup_wanted = None, attempt.decision.regroup
         self.recovery.fire("after_commit")
         if attempt.decision.outcome is Outcome.COMMIT:
             optimizer.step(**kwargs)
@@ -101,6 +107,10 @@ class Stepping(StrategyBase):
         self._held_step += 1  # from here on this worker's state is that of the next step
         self.observers.commit(self._commit_event(attempt))
         return attempt.loss
+
+    def save_and_end(self, trainer: Any) -> None:
+        """The whole job has to go at this step boundary. Does not return. All workers with a role."""
+        raise NotImplementedError
 
     def _opened_window(self, trainer: Any) -> OpenWindow:
         if self._open_window is None:

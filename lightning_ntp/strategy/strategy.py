@@ -18,9 +18,10 @@ from lightning_ntp.model_spec import ModelPlan
 from lightning_ntp.next_topology import WorkerCount, next_topology
 from lightning_ntp.strategy import checks, joining
 from lightning_ntp.strategy._lightning_private import (
+    guard_prepare_data,
     keep_samplers,
-    stop_sigterm_broadcasts,
     stop_transfer_each,
+    take_sigterm,
     transfer_each,
 )
 from lightning_ntp.strategy._torch_private import move_to_device
@@ -43,9 +44,9 @@ from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.launcher import WorkerLauncher
 from lightning_ntp.strategy.manual import ManualOptimization
 from lightning_ntp.strategy.messages import Messages
-from lightning_ntp.strategy.regrouping import Regrouping
-from lightning_ntp.strategy.saving import Saving
+from lightning_ntp.strategy.newcomers import Newcomers
 from lightning_ntp.strategy.screen import first_screen
+from lightning_ntp.strategy.takeover import adopt_versions, versions
 from lightning_ntp.strategy.weight_files import read_cells, sources_of
 from lightning_ntp.strategy.window import StepRunner
 from lightning_ntp.topology import Topology
@@ -54,7 +55,7 @@ _SHARDED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ShardedModel, Topolog
 """Modules that are cut already, with the topology of the healthy job: a second `fit`, `validate` or another Trainer in the same job goes on with them."""
 
 
-class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
+class NTPStrategyLogic(Messages, Evaluation, Newcomers):
     """FSDP2 + uneven tensor parallelism over ragged replicas. Construct it as `lightning_ntp.NTPStrategy`.
 
     Args:
@@ -86,13 +87,25 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
         super().setup_environment()
         device = self.root_device
         member = joining.enter(self.cluster_environment, device, self.config.recovery)
-        if member is not None and member.generation is not None:
+        if member is not None:
             self.recovery.member, self.recovery.job = member, self
             self.recovery.num_started = int(os.environ["WORLD_SIZE"])
-            self.recovery.joined(member.generation)
-            self.adopt(member.generation)
+            if member.generation is None:
+                self._is_newcomer, self.cluster_environment.rank = True, member.worker  # never taken for the leader
+            else:
+                self.recovery.joined(member.generation)
+                self.adopt(member.generation)
+                guard_prepare_data(self.lightning_module.trainer, self._prepare_data)
         self.set_world_ranks()
         ensure_callback(self.lightning_module.trainer, self.framework)
+
+    def _prepare_data(self, prepare: Callable[[], None]) -> None:
+        def with_groups() -> None:
+            assert self.recovery.member is not None
+            with self.recovery.member.groups:  # Lightning makes one, and waits in it for whoever downloads
+                prepare()
+
+        self.recovery.all_or_nobody("start", with_groups)
 
     def connect(self, model: Any) -> None:
         """Lightning hands the module over."""
@@ -107,22 +120,31 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
         keep_samplers(trainer)
         self.guard_evaluation(trainer)
         if self.recovery.member is not None:
-            stop_sigterm_broadcasts(trainer)
+            take_sigterm(trainer, self.recovery.member.request_leave)
         self._loop_batch, self._open_window, self._is_batch_pending = None, None, False
+        self._num_setups += 1
+        self._num_training_loaders = 0
         self._seed = self.broadcast(self._own_seed())
-        if module not in _SHARDED:
+        if self._is_newcomer:
+            self.precision_plugin.convert_module(module)
+            self.model_to_device()
+            self.enter_running_job(trainer)
+        elif module not in _SHARDED:
             self.precision_plugin.convert_module(module)
             self.model_to_device()
             choice = self.recovery.all_or_nobody("control", partial(self._agree_on_choice, module))
             healthy = Topology.from_shapes(choice.shapes)
-            self._use(self._shard(module, healthy), healthy)
+            self.use(self._shard(module, healthy), healthy)
             self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
         else:
-            self._use(*_SHARDED[module])
+            self.use(*_SHARDED[module])
+        if self.recovery.member is not None and not self._is_newcomer:
+            self._has_led = self.is_global_zero
+            adopt_versions(trainer, self.broadcast(versions(trainer) if self.is_global_zero else None))
         self._share_metrics(module)
         if trainer.state.fn == "fit":
-            self._num_training_loaders = 0
-            self.setup_optimizers(trainer)
+            if not self._is_newcomer:  # it has them already
+                self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, module)
         self.setup_precision_plugin()
 
@@ -130,7 +152,8 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
         """See the base."""
         return module is not None and module in _SHARDED
 
-    def _use(self, sharded: ShardedModel, healthy: Topology) -> None:
+    def use(self, sharded: ShardedModel, healthy: Topology) -> None:
+        """Go on with a cut model. Local."""
         self._topology, self._healthy = sharded.groups.topology, healthy
         self._num_healthy_rows = len(healthy.data_rows)
         self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed)
@@ -147,8 +170,8 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
         initialise_adapters(module)
         sources = sources_of(module)
         topology, groups = self.recovery.all_or_nobody("start", start)
-        plan = self._plan(module, topology)
-        sharded = shard_model(module, plan, groups, self._mixed_precision(), checks.forward_roots(module), equal=True)
+        plan = self.make_plan(module, topology)
+        sharded = shard_model(module, plan, groups, self.mixed_precision(), checks.forward_roots(module), equal=True)
         read_cells(sharded, sources)
         return sharded
 
@@ -165,7 +188,8 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
         with member.groups:
             return topology, Groups(topology, member.worker, self.root_device.type, member.generation.members)
 
-    def _plan(self, module: Any, topology: Topology) -> ModelPlan:
+    def make_plan(self, module: Any, topology: Topology) -> ModelPlan:
+        """How the module is cut. Local."""
         # Imports transformers, which takes seconds; the process that only launches workers never comes here.
         from lightning_ntp.strategy.huggingface import plan_model, train_without_cache
 
@@ -200,7 +224,8 @@ class NTPStrategyLogic(Messages, Evaluation, Saving, Regrouping):
             return self.config.seed
         return int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else secrets.randbits(32)
 
-    def _mixed_precision(self) -> MixedPrecisionPolicy | None:
+    def mixed_precision(self) -> MixedPrecisionPolicy | None:
+        """FSDP2's. Local."""
         precision = self.precision_plugin.precision
         if precision == "bf16-mixed":
             return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -17,6 +17,7 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -48,6 +49,12 @@ _log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.25
 """Between two looks at a main thread that a break should have freed."""
 
+HEARING_SECONDS = 0.1
+"""From hearing of a loss to closing connections: by then all have heard of it."""
+
+PROBE_SECONDS = 1.0
+"""For a server that lives to take a connection."""
+
 _TRANSPORT_WORDS = ("connection", "gloo", "nccl", "socket", "timed out", "broken pipe")
 
 
@@ -67,7 +74,7 @@ class Member:
         faults: FaultScript | None = None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        self.worker = address.worker
+        self.worker, self._endpoint = address.worker, address.endpoint
         self.config = config or MemberConfig()
         self.device = device
         self.faults = faults or FaultScript()
@@ -113,12 +120,30 @@ class Member:
     # The other threads.
 
     def _until_supervisor_is_gone(self, body: Callable[[], None]) -> None:
+        while not self._closed.is_set():
+            try:
+                body()
+            except dist.DistNetworkError as error:
+                # One connection may be reset while the server lives on.
+                if not self._closed.is_set() and not self._connect_again(error):
+                    # Nobody is left who could form a new generation, and nobody must outlive the job.
+                    self._exit_process(rendezvous.EXIT_NO_SUPERVISOR)
+                    return
+
+    def _connect_again(self, error: dist.DistNetworkError) -> bool:
+        """New connections for the calling thread; False if the server does not take any."""
         try:
-            body()
-        except dist.DistNetworkError:
-            if not self._closed.is_set():
-                # Nobody is left who could form a new generation, and nobody must outlive the job.
-                self._exit_process(rendezvous.EXIT_NO_SUPERVISOR)
+            with socket.create_connection((self._endpoint.host, self._endpoint.port), PROBE_SECONDS):
+                pass
+            fresh = rendezvous.own_connection(self._store)
+        except (OSError, dist.DistError):
+            return False
+        if threading.current_thread() is self._threads[0]:
+            self._watch_store = fresh
+        else:
+            self._beat_store = fresh
+        _log.warning("worker %d lost a connection to its supervisor and made a new one: %s", self.worker, str(error).splitlines()[0])
+        return True
 
     def _beat(self) -> None:
         beats = 0
@@ -190,6 +215,7 @@ class Member:
         """
         self._steps.pause()
         self._joining.set()
+        self._let_others_hear()
         if self._regroup_wanted or regroup:
             self._store.add(f"regrouping/{self._number}", 1)
             self._regroup_wanted = False
@@ -216,6 +242,15 @@ class Member:
                 leaving=tuple(world["leaving"]),
             )
             return self.generation
+
+    def _let_others_hear(self) -> None:
+        """Leaves the connections of a broken generation open for a moment.
+
+        Closing them resets those of peers that have not been cut yet, and a write that meets a reset is what gloo never
+        reports; see the notes in sockets.py.
+        """
+        if self._broken.is_set() and self.broken_at_seconds is not None:
+            time.sleep(max(0.0, self.broken_at_seconds + HEARING_SECONDS - time.monotonic()))
 
     def _agree_on_members(self, info: Any) -> tuple[int, dict[str, Any]]:
         """Offers itself for the next generation until one is formed with it."""

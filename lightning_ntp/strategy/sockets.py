@@ -6,6 +6,9 @@ the group's own TCP connections does, within milliseconds. They are found by wha
 groups were made; a connection is recognised by its inode, so a file descriptor that was reused is left alone, and a
 listening socket is never touched, because gloo ends the whole process when its listener fails.
 
+Only the reading side is shut down. With the writing side shut as well, a write that was just being made would fail by the cut
+itself, which is the one thing that gloo forgets to report, see below.
+
 [Note: what no cut can free] In gloo's TCP transport (`Pair::write`, `Pair::signalException`) a write that meets a connection
 reset (ECONNRESET, EPIPE) is put aside for the event loop; when the loop then sees the end of the connection, it wakes the
 buffers of pending sends and receives, but not those of sends put aside nor of a receive that has begun. Such a call sits in
@@ -72,7 +75,7 @@ def _open_sockets() -> dict[int, str]:
 
 
 def _cut(fd: int, inode: str) -> bool:
-    """Shuts down one connection if `fd` still is that socket, is TCP, and does not listen."""
+    """Shuts down the reading side of one connection if `fd` still is that socket, is TCP, and does not listen."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -86,7 +89,7 @@ def _cut(fd: int, inode: str) -> bool:
         if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         try:
-            connection.shutdown(socket.SHUT_RDWR)
+            connection.shutdown(socket.SHUT_RD)
         except OSError:  # not connected (any more)
             return False
     return True

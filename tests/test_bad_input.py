@@ -377,7 +377,8 @@ SCRIPT = """
     )
     print("before", flush=True)
     trainer.fit(Net(), torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=1))
-    print("after", trainer.global_rank, trainer.global_step, flush=True)
+    sys.stdout.write(f"after {trainer.global_rank} {trainer.global_step}\\n")  # one write: two workers share the pipe
+    sys.stdout.flush()
 """
 
 

@@ -128,7 +128,9 @@ def conclude(
             texts = [report.text for report in reports if report.worker == cause.worker]
             write("".join(texts[:1]).encode())
         cause.release()
-        if cause.exit_code and not ending.told:
+        # Whoever reported an exception may be ended by our own signal while its interpreter takes its time to exit.
+        asked_after_report = cause.exit_code < 0 and any(report.worker == cause.worker for report in reports)
+        if cause.exit_code and not ending.told and not asked_after_report:
             ending.exit_code = shell_code(cause.exit_code)
             ending.why = str(cause)
     write(f"[supervisor] {ending.why}; the job of {num_workers} workers has ended.\n".encode())

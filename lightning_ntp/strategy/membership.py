@@ -40,7 +40,7 @@ from lightning_ntp.strategy.generation import (
     Outcome,
 )
 from lightning_ntp.strategy.life_signs import StandstillProbe, StepClock, being_debugged
-from lightning_ntp.strategy.sockets import GroupSockets
+from lightning_ntp.strategy.sockets import GroupSockets, network_is_gone
 from lightning_ntp.testing import FaultScript
 
 _log = logging.getLogger(__name__)
@@ -132,6 +132,8 @@ class Member:
 
     def _connect_again(self, error: dist.DistNetworkError) -> bool:
         """New connections for the calling thread; False if the server does not take any."""
+        if network_is_gone.is_set():
+            return False
         try:
             with socket.create_connection((self._endpoint.host, self._endpoint.port), PROBE_SECONDS):
                 pass

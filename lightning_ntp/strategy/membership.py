@@ -17,7 +17,6 @@ import faulthandler
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +28,6 @@ import torch.distributed as dist
 
 from lightning_ntp.errors import PlanMismatchError, RankLostError
 from lightning_ntp.strategy import _torch_private, rendezvous
-from lightning_ntp.strategy.coordinator import UNWATCHED_PHASES
 from lightning_ntp.strategy.generation import (
     Decision,
     FencedError,
@@ -39,8 +37,10 @@ from lightning_ntp.strategy.generation import (
     MemberConfig,
     Outcome,
 )
-from lightning_ntp.strategy.life_signs import StandstillProbe, StepClock, being_debugged
+from lightning_ntp.strategy.heartbeat import Heartbeat
+from lightning_ntp.strategy.life_signs import StandstillProbe
 from lightning_ntp.strategy.sockets import GroupSockets, network_is_gone
+from lightning_ntp.strategy.vote import MISMATCH, Vote
 from lightning_ntp.testing import FaultScript
 
 _log = logging.getLogger(__name__)
@@ -51,9 +51,6 @@ LOOK_SECONDS = 0.25
 
 HEARING_SECONDS = 0.1
 """From hearing of a loss to closing connections: by then all have heard of it."""
-
-PROBE_SECONDS = 1.0
-"""For a server that lives to take a connection."""
 
 _TRANSPORT_WORDS = ("connection", "gloo", "nccl", "socket", "timed out", "broken pipe")
 
@@ -74,7 +71,7 @@ class Member:
         faults: FaultScript | None = None,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
-        self.worker, self._endpoint = address.worker, address.endpoint
+        self.worker = address.worker
         self.config = config or MemberConfig()
         self.device = device
         self.faults = faults or FaultScript()
@@ -87,26 +84,21 @@ class Member:
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self._store = rendezvous.connect_store(address.endpoint, address.token)
-        self._watch_store = rendezvous.own_connection(self._store)
-        self._beat_store = rendezvous.own_connection(self._store)
+        self._watch_link = rendezvous.StoreLink(self._store, address.endpoint)
+        self._heart = Heartbeat(self.worker, rendezvous.StoreLink(self._store, address.endpoint), self.config.heartbeat_seconds)
         self._lock = threading.RLock()
         self._broken = threading.Event()
         self._closed = threading.Event()
         self._joining = threading.Event()
         self._number = 0  # of the current generation
         self._standing = threading.Condition(self._lock)
-        self._open_vote: str | None = None
-        self._vote_keys: tuple[str, ...] = ()
+        self._open_vote: Vote | None = None
+        self._last_vote: Vote | None = None
         self._regroup_wanted = False
-        self._progress = 0
-        self._phase = "start"
-        self._steps = StepClock(time.monotonic)
-        self._leave_why = ""
-        self._leave_told = False
         self._main_thread, self._main_native_id = threading.get_ident(), threading.get_native_id()
         self._threads = [
-            threading.Thread(target=self._until_supervisor_is_gone, args=(body,), name=f"ntp-{name}", daemon=True)
-            for name, body in (("watch", self._watch), ("heartbeat", self._beat))
+            threading.Thread(target=self._until_supervisor_is_gone, args=work, name=f"ntp-{name}", daemon=True)
+            for name, work in (("watch", (self._watch, self._watch_link)), ("heartbeat", (self._beat, self._heart.link)))
         ]
         for thread in self._threads:
             thread.start()
@@ -119,48 +111,22 @@ class Member:
 
     # The other threads.
 
-    def _until_supervisor_is_gone(self, body: Callable[[], None]) -> None:
+    def _until_supervisor_is_gone(self, body: Callable[[], None], link: rendezvous.StoreLink) -> None:
         while not self._closed.is_set():
             try:
                 body()
             except dist.DistNetworkError as error:
-                # One connection may be reset while the server lives on.
-                if not self._closed.is_set() and not self._connect_again(error):
+                if self._closed.is_set():
+                    return
+                # One connection may be reset while the server lives on; with a dead card none can be made.
+                if network_is_gone.is_set() or not link.renew():
                     # Nobody is left who could form a new generation, and nobody must outlive the job.
                     self._exit_process(rendezvous.EXIT_NO_SUPERVISOR)
                     return
-
-    def _connect_again(self, error: dist.DistNetworkError) -> bool:
-        """New connections for the calling thread; False if the server does not take any."""
-        if network_is_gone.is_set():
-            return False
-        try:
-            with socket.create_connection((self._endpoint.host, self._endpoint.port), PROBE_SECONDS):
-                pass
-            fresh = rendezvous.own_connection(self._store)
-        except (OSError, dist.DistError):
-            return False
-        if threading.current_thread() is self._threads[0]:
-            self._watch_store = fresh
-        else:
-            self._beat_store = fresh
-        _log.warning("worker %d lost a connection to its supervisor and made a new one: %s", self.worker, str(error).splitlines()[0])
-        return True
+                _log.warning("worker %d made a new connection to its supervisor: %s", self.worker, str(error).splitlines()[0])
 
     def _beat(self) -> None:
-        beats = 0
-        while not self._closed.wait(self.config.heartbeat_seconds if beats else 0.0):
-            beats += 1
-            phase = "debugger" if being_debugged(self._main_thread) else self._phase
-            sign = {"beats": beats, "progress": self._progress, "phase": phase} | self._steps.sign()
-            rendezvous.put_json(self._beat_store, f"heartbeat/{self.worker}", sign)
-            # A write to a dead server goes unnoticed, a question does not.
-            if self._beat_store.check([f"leave/{self.worker}"]) and not self._leave_why:
-                self._leave_why = str(rendezvous.get_json(self._beat_store, f"leave/{self.worker}"))
-            elif self._leave_why and not self._leave_told:
-                self._leave_told = True
-                rendezvous.put_json(self._beat_store, f"leave/{self.worker}", self._leave_why)
-                self._beat_store.add("leaves", 1)
+        self._heart.run(self._closed)
 
     def _watch(self) -> None:
         """Waits for the end of each generation. The server pushes it: no polling, and no timeouts, which torch logs."""
@@ -172,7 +138,7 @@ class Member:
                 seen = self._number
             if self._closed.is_set():
                 return
-            end = rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")
+            end = rendezvous.get_json(self._watch_link.store, f"ended/{seen}/{self.worker}")
             if end["broken"]:
                 self._break(seen, Loss(tuple(end.get("workers", ())), end.get("why", "")))
                 self._see_free(seen)
@@ -201,7 +167,7 @@ class Member:
             self.broken_at_seconds, self.loss = time.monotonic(), loss
             self._broken.set()
             if self._open_vote is not None:
-                _decide(self._watch_store, self._open_vote, {"outcome": Outcome.ABORT})
+                self._open_vote.abort(self._watch_link.store)
             if self.config.backend == "nccl":
                 _torch_private.abort_groups()
             self.groups.cut()
@@ -215,7 +181,7 @@ class Member:
         lost meanwhile. `FencedError` if the others have given this worker up. regroup: nobody is lost and no vote has
         asked for it, all members have agreed to re-form here.
         """
-        self._steps.pause()
+        self._heart.pause()
         self._joining.set()
         self._let_others_hear()
         if self._regroup_wanted or regroup:
@@ -298,7 +264,7 @@ class Member:
         """Ends the groups of the current generation, working or not."""
         with self._lock:
             self.generation = None
-            self._vote_keys = ()
+            self._last_vote = None
         if dist.is_initialized():
             try:
                 _torch_private.end_groups(self.config.backend)
@@ -314,10 +280,7 @@ class Member:
 
     def progress(self, phase: str) -> None:
         """Tells the supervisor, with the next heartbeat, that the main thread has reached `phase`. Local."""
-        self._progress += 1
-        self._phase = phase
-        if phase in UNWATCHED_PHASES:
-            self._steps.pause()
+        self._heart.enter(phase)
 
     def confirm_loss(self, error: BaseException) -> bool:
         """Whether `error` means that a peer is gone, so that the caller should `join`. If not, it is a bug: raise it.
@@ -353,49 +316,35 @@ class Member:
         `fault_phase` is how a `FaultScript` calls the vote. No collective. All members.
         """
         generation = self._current()
-        vote = f"vote/{generation.number}/{step}/{attempt}"
+        vote = Vote(self._store, f"vote/{generation.number}/{step}/{attempt}")
         if fault_phase is not None:
             self.faults.fire(self.worker, step, fault_phase)
         with self._lock:
             self.check()
-            self._open_vote = f"{vote}/decision"
+            self._open_vote = vote
         try:
-            self._cast(vote, step, generation, ballot, fault_phase)
-            decision = rendezvous.get_json(self._store, f"{vote}/decision")
+            if vote.cast(ballot, generation.num_members):
+                if fault_phase == "vote":
+                    self.faults.fire(self.worker, step, "decide")
+                vote.decide(generation)
+            outcome, regroup = vote.decision()
         finally:
             with self._lock:
                 self._open_vote = None
-        if decision["outcome"] == Outcome.ABORT:
+        if outcome == Outcome.ABORT:
             self._broken.wait()  # the abort may have been read before this worker's own watcher got the news
             raise GenerationBrokenError(
                 f"generation {generation.number} has lost a member before step {step} was decided"
             )
-        if decision["outcome"] == "mismatch":
+        if outcome == MISMATCH:
             raise PlanMismatchError(f"step {step}: some members voted to commit, others to skip; nothing was updated")
-        self._forget_votes(generation, vote)
+        if self.worker == generation.leader and self._last_vote is not None:
+            self._last_vote.forget()  # all have voted on this one, so all have read that decision
+        self._last_vote = vote
         if fault_phase == "vote":
-            self._steps.commit()
-        self._regroup_wanted = bool(decision["regroup"])
-        return Decision(Outcome(decision["outcome"]), self._regroup_wanted)
-
-    def _cast(self, vote: str, step: int, generation: Generation, ballot: Outcome, fault_phase: str | None) -> None:
-        if ballot is Outcome.SKIP:
-            self._store.add(f"{vote}/skips", 1)
-        if self._store.add(vote, 1) < generation.num_members:
-            return
-        if fault_phase == "vote":
-            self.faults.fire(self.worker, step, "decide")
-        num_skips = self._store.add(f"{vote}/skips", 0)
-        outcome = {0: str(Outcome.COMMIT), generation.num_members: str(Outcome.SKIP)}.get(num_skips, "mismatch")
-        regroup = self._store.check([f"regroup/{generation.number}"])
-        _decide(self._store, f"{vote}/decision", {"outcome": outcome, "regroup": regroup})
-
-    def _forget_votes(self, generation: Generation, vote: str) -> None:
-        """The leader deletes the vote before this one: all have voted on this one, so all have read that decision."""
-        if self.worker == generation.leader:
-            for key in self._vote_keys:
-                self._store.delete_key(key)
-        self._vote_keys = (vote, f"{vote}/skips", f"{vote}/decision")
+            self._heart.commit()
+        self._regroup_wanted = regroup
+        return Decision(Outcome(outcome), regroup)
 
     def request_worker(self) -> None:
         """Asks the supervisor to start one more worker; it is taken in at a step boundary. Call it on one member."""
@@ -403,7 +352,7 @@ class Member:
 
     def request_leave(self, why: str) -> None:
         """Asks for this worker's planned leave; may be called in a signal handler. See `leave_requested`."""
-        self._leave_why = self._leave_why or why
+        self._heart.request_leave(why)
 
     def leave_requested(self) -> str:
         """Why this worker shall leave at a step boundary ("drain", the name of a signal, ...); "" if it shall not.
@@ -411,7 +360,7 @@ class Member:
         The next vote then says `regroup` to everybody. All join; the new `Generation.leaving` names the leavers. Their
         state is handed out; then they call `leave`, and the others join once more with ``regroup=True``.
         """
-        return self._leave_why
+        return self._heart.leave_why
 
     def leave(self) -> None:
         """Ends this worker's membership for good, without being a loss. Call it when the others join again."""
@@ -444,8 +393,3 @@ class Member:
         if self.generation is None:
             raise GenerationBrokenError("no generation: call Member.join first")
         return self.generation
-
-
-def _decide(store: dist.Store, key: str, decision: dict[str, Any]) -> None:
-    """Writes the decision unless there is one: the first one stands, for everybody."""
-    store.compare_set(key, "", rendezvous.to_json(decision))

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_ntp.strategy._lightning_private import (
+from lightning_ntp.strategy._wandb_private import (
     open_wandb,
     set_wandb_id,
     set_wandb_offline,

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 else:
     _Base = object  # `strategy_class` puts a ParallelStrategy of one of the two Lightnings behind it
 
+CUT_MODULES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ShardedModel, Topology]] = weakref.WeakKeyDictionary()
+"""Modules that are cut already, with the topology of the healthy job: a second `fit`, `validate` or another Trainer goes on with them."""
+
 
 class StrategyBase(_Base):
     """Options, identity and state of the strategy; its parts derive from it."""
@@ -136,7 +139,7 @@ class StrategyBase(_Base):
 
     def is_cut(self, module: Any) -> bool:
         """Whether an earlier run of a Trainer in this process has cut the module."""
-        raise NotImplementedError
+        return module is not None and module in CUT_MODULES
 
     @property
     def runner(self) -> StepRunner:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -27,6 +26,7 @@ from lightning_ntp.strategy._lightning_private import (
 from lightning_ntp.strategy._torch_private import move_to_device
 from lightning_ntp.strategy.adapters import initialise_adapters
 from lightning_ntp.strategy.averaging import Averaging
+from lightning_ntp.strategy.base import CUT_MODULES
 from lightning_ntp.strategy.callback import ensure_callback
 from lightning_ntp.strategy.compiling import Compiling
 from lightning_ntp.strategy.config import (
@@ -50,9 +50,6 @@ from lightning_ntp.strategy.takeover import adopt_versions, versions
 from lightning_ntp.strategy.weight_files import read_cells, sources_of
 from lightning_ntp.strategy.window import StepRunner
 from lightning_ntp.topology import Topology
-
-_SHARDED: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ShardedModel, Topology]] = weakref.WeakKeyDictionary()
-"""Modules that are cut already, with the topology of the healthy job: a second `fit`, `validate` or another Trainer in the same job goes on with them."""
 
 
 class NTPStrategyLogic(Messages, Evaluation, Newcomers):
@@ -129,7 +126,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             self.precision_plugin.convert_module(module)
             self.model_to_device()
             self.enter_running_job(trainer)
-        elif module not in _SHARDED:
+        elif not self.is_cut(module):
             self.precision_plugin.convert_module(module)
             self.model_to_device()
             choice = self.recovery.all_or_nobody("control", partial(self._agree_on_choice, module))
@@ -137,7 +134,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             self.use(self._shard(module, healthy), healthy)
             self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
         else:
-            self.use(*_SHARDED[module])
+            self.use(*CUT_MODULES[module])
         if self.recovery.member is not None and not self._is_newcomer:
             self._has_led = self.is_global_zero
             adopt_versions(trainer, self.broadcast(versions(trainer) if self.is_global_zero else None))
@@ -148,16 +145,12 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             checks.check_optimizers(self.optimizers, module)
         self.setup_precision_plugin()
 
-    def is_cut(self, module: Any) -> bool:
-        """See the base."""
-        return module is not None and module in _SHARDED
-
     def use(self, sharded: ShardedModel, healthy: Topology) -> None:
         """Go on with a cut model. Local."""
         self._topology, self._healthy = sharded.groups.topology, healthy
         self._num_healthy_rows = len(healthy.data_rows)
         self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed)
-        _SHARDED[self.lightning_module] = sharded, healthy
+        CUT_MODULES[self.lightning_module] = sharded, healthy
 
     def _shard(self, module: Any, healthy: Topology) -> ShardedModel:
         """Cuts the module. A loss before all have the same weights is answered with fewer workers; cutting itself is local."""

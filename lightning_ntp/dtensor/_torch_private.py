@@ -21,7 +21,6 @@ DTensor has no public way to give a new placement its rules. What we hook, once,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,12 +74,13 @@ _propagator = DTensor._op_dispatcher.sharding_propagator
 
 def hook_propagation(rule: Callable[[OpSchema, Propagate], OutputSharding]) -> None:
     """From now on DTensor asks ``rule(schema, stock)``; what it does not know it passes on to `stock`."""
-    stock = _propagator.propagate_op_sharding_non_cached
+    name = "propagate_op_sharding_non_cached"
+    stock = _existing(_propagator, name)
 
     def hooked(schema: OpSchema) -> OutputSharding:
         return rule(schema, stock)
 
-    _propagator.propagate_op_sharding_non_cached = hooked  # type: ignore[method-assign,assignment]
+    setattr(_propagator, name, hooked)
     _propagator.propagate_op_sharding = LocalLRUCache(hooked)
 
 
@@ -101,8 +101,8 @@ def hook_redistribute(
     move: Callable[[Redistribute, torch.Tensor, DTensorSpec, DTensorSpec, dict[str, Any]], torch.Tensor],
 ) -> None:
     """From now on DTensor moves local tensors by ``move(stock, local, source, target, options)``."""
-    home = torch.distributed.tensor._redistribute
-    stock = _existing(home, "redistribute_local_tensor")
+    home, name = torch.distributed.tensor._redistribute, "redistribute_local_tensor"
+    stock = _existing(home, name)
 
     def hooked(
         local: torch.Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any
@@ -110,8 +110,8 @@ def hook_redistribute(
         return move(stock, local, current_spec, target_spec, options)
 
     for module in (home, torch.distributed.tensor._dispatch, torch.distributed.tensor._api):
-        _existing(module, "redistribute_local_tensor")
-        module.redistribute_local_tensor = hooked  # type: ignore[attr-defined]
+        _existing(module, name)
+        setattr(module, name, hooked)
 
 
 def hook_global_info(info: Callable[[GlobalInfo, torch.Tensor, DeviceMesh, Sequence[Any]], Any]) -> None:
@@ -205,9 +205,10 @@ def clear_caches() -> None:
         metas.cache_clear()
 
 
-def _existing(module: ModuleType, name: str) -> Any:
-    if not hasattr(module, name):
+def _existing(home: Any, name: str) -> Any:
+    if not hasattr(home, name):
+        owner = getattr(home, "__name__", type(home).__name__)
         raise ImportError(
-            f"torch {torch.__version__} has no {module.__name__}.{name}, which UnevenShard hooks; use torch 2.13"
+            f"torch {torch.__version__} has no {owner}.{name}, which UnevenShard hooks; use torch 2.13"
         )
-    return getattr(module, name)
+    return getattr(home, name)

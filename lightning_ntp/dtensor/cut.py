@@ -100,14 +100,15 @@ def become(module: nn.Module, behaviour: type[nn.Module], mesh: DeviceMesh, role
 
 def restore_module(module: nn.Module) -> None:
     """Undo a swap: class and attributes are what they were. Local."""
-    if not isinstance(module, CutModule):
+    swapped = module if isinstance(module, CutModule) else None
+    if swapped is None:
         return
-    for name, value in module.cut.original.items():
+    for name, value in swapped.cut.original.items():
         setattr(module, name, value)
-    for handle in module.cut.handles:
+    for handle in swapped.cut.handles:
         handle.remove()
     object.__delattr__(module, "cut")
-    module.__class__ = _without_swap(type(module))  # type: ignore[assignment]
+    module.__class__ = _without_swap(type(swapped))
 
 
 def _without_swap(cls: type[CutModule]) -> type[nn.Module]:

@@ -101,9 +101,12 @@ def _cut_like(spec: DTensorSpec, placements: Sequence[Placement], shape: torch.S
     """The spec of an operand once it is cut where the result is cut, except along dims that it broadcasts."""
     cut: list[Placement] = []
     for placement in placements:
-        dim = placement.dim - len(shape) + spec.ndim if isinstance(placement, UnevenShard | Shard) else -1
-        keeps = dim >= 0 and spec.shape[dim] == shape[dim - spec.ndim]
-        cut.append(on_dim(placement, dim) if keeps else Replicate())  # type: ignore[arg-type]
+        kept: Placement = Replicate()
+        if isinstance(placement, UnevenShard | Shard):
+            dim = placement.dim - len(shape) + spec.ndim
+            if dim >= 0 and spec.shape[dim] == shape[dim - spec.ndim]:
+                kept = on_dim(placement, dim)
+        cut.append(kept)
     return DTensorSpec(spec.mesh, tuple(cut), tensor_meta=spec.tensor_meta)
 
 

@@ -226,6 +226,7 @@ def connect_head(model: nn.Module, head: VocabHead) -> None:
         if owner is not None:
             owner.cut.has_labels = options.get("labels") is not None
 
-    model.loss_function = loss  # type: ignore[assignment]
+    causal: Any = model  # nn.Module declares tensors and modules; this is a property of transformers' models, with a setter
+    causal.loss_function = loss
     handles = head.cut.handles
     handles.append(model.register_forward_pre_hook(note_labels, with_kwargs=True))

@@ -7,7 +7,7 @@ import shutil
 import sysconfig
 import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -35,7 +35,21 @@ def _warn_once(reason: str) -> None:
     warnings.warn(f"{reason}: kernels run as plain torch, slower but equal", stacklevel=3)
 
 
-def compiled(reference: Callable[P, R], generated: Callable[P, R] | None = None) -> Callable[P, R]:
+class Kernel(Generic[P, R]):
+    """A kernel in its two forms: `reference` defines it, `fused` is compiled. A call takes the one that pays on its device."""
+
+    def __init__(self, reference: Callable[P, R], fused: Callable[P, R]) -> None:
+        self.reference, self.fused = reference, fused
+        functools.update_wrapper(self, reference)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
+        if on_gpu and not torch.compiler.is_compiling():
+            return self.fused(*args, **kwargs)
+        return self.reference(*args, **kwargs)
+
+
+def compiled(reference: Callable[P, R], generated: Callable[P, R] | None = None) -> Kernel[P, R]:
     """`reference` fused by torch.compile on GPUs; on CPUs the reference itself.
 
     `generated` is what runs compiled where that is written differently from the reference.
@@ -56,13 +70,4 @@ def compiled(reference: Callable[P, R], generated: Callable[P, R] | None = None)
             return reference(*args, **kwargs)
         return run_generated(*args, **kwargs)
 
-    @functools.wraps(reference)
-    def kernel(*args: P.args, **kwargs: P.kwargs) -> R:
-        on_gpu = any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args)
-        if on_gpu and not torch.compiler.is_compiling():
-            return fused(*args, **kwargs)
-        return reference(*args, **kwargs)
-
-    kernel.fused = fused  # type: ignore[attr-defined]
-    kernel.reference = reference  # type: ignore[attr-defined]
-    return kernel
+    return Kernel(reference, fused)

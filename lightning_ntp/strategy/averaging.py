@@ -6,7 +6,8 @@ optimizer that never steps: a loss, a newcomer and a checkpoint then treat them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +20,14 @@ KEY, COUNT = "average", "num_averaged"
 
 
 class AverageCells(torch.optim.Optimizer):
-    """Cells of an average over the steps, one per parameter. Not an optimizer: it has the form of one, and `step` does nothing."""
+    """Cells of an average over the steps, one per parameter: in the form of an optimizer's state, so that they are moved, saved and
+    loaded like it. It never steps, the callback writes the cells; `step` raises, as torch's base class does.
+    """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {COUNT: 0})
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter] = {KEY: parameter.detach().clone()}
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Nothing: the callback writes the cells."""
-
 
 class Averaging(StrategyBase):
     """Stands before the strategy's own setup and validation where a WeightAveraging callback is used."""
@@ -59,7 +58,7 @@ class Averaging(StrategyBase):
         found = []
         for average in averages_of(trainer):
             cells = AverageCells([parameter for _, parameter in self.sharded.parameters()])
-            average.take_over(lambda a=average, c=cells: self._present(a, c), lambda a=average, c=cells: _count(a, c))  # type: ignore[misc]
+            average.take_over(partial(self._present, average, cells), partial(_count, average, cells))
             self._present(average, cells)  # which lets go of the whole copy
             found.append((average, cells))
         self._averages = tuple(found)

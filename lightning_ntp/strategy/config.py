@@ -233,17 +233,20 @@ def _automatic(machine: Machine, model: ModelSize) -> ShapeChoice:
 def _alternatives(machine: Machine, model: ModelSize, chosen: tuple[Shape, ...]) -> tuple[str, ...]:
     """Options that lead to other shapes which hold the model, with those shapes."""
     fewest, half, widest = _fewest_devices(machine, model), len(chosen) // 2, min(machine.domains)
-    options: list[dict[str, int]] = [{"num_replicas": num} for num in (1, half, 2 * len(chosen)) if num]
-    options += [{"tensor_parallel_size": degree} for degree in (2, widest) if degree > 1]
+    options = [(f"num_replicas={num}", StrategyConfig(num_replicas=num)) for num in (1, half, 2 * len(chosen)) if num]
+    options += [
+        (f"tensor_parallel_size={degree}", StrategyConfig(tensor_parallel_size=degree))
+        for degree in (2, widest)
+        if degree > 1
+    ]
     found: dict[tuple[Shape, ...], str] = {tuple(chosen): ""}
-    for option in options:
+    for words, option in options:
         try:
-            shapes = _from_sizes(StrategyConfig(**option), machine, model).shapes  # type: ignore[arg-type]
+            shapes = _from_sizes(option, machine, model).shapes
         except ConfigError:
             continue
         if min(fsdp * tp for fsdp, tp in shapes) >= fewest:
-            [(name, value)] = option.items()
-            found.setdefault(shapes, f"{name}={value}: {_described(shapes)}")
+            found.setdefault(shapes, f"{words}: {_described(shapes)}")
     return tuple(text for text in found.values() if text)
 
 

@@ -5,7 +5,6 @@ All roles of a data row see the same samples and log the same values, so the row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -72,8 +71,8 @@ class ControlPlane:
         padded[tuple(slice(size) for size in value.shape)] = value.detach().to(self.device)
         everyone = [torch.empty_like(padded) for _ in range(self.groups.live.size())]
         dist.all_gather(everyone, padded, group=self.groups.live)
-        mine: Sequence[Any] = zip(self._speakers, shapes, strict=True)  # type: ignore[assignment]
-        return [everyone[s][tuple(slice(size) for size in shape)].to(value.device) for s, shape in mine]
+        spoken = zip(self._speakers, shapes, strict=True)
+        return [everyone[s][tuple(slice(size) for size in shape)].to(value.device) for s, shape in spoken]
 
     def gather_objects(self, message: Sent) -> list[Sent]:
         """The objects of all data rows, in their order."""

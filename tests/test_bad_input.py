@@ -127,7 +127,7 @@ def test_options(options, match):
 
 
 def test_recovery_options():
-    with pytest.raises(ConfigError, match=r'batch_policy is "keep" or "shrink"'):
+    with pytest.raises(ConfigError, match=r'batch_policy is "keep", got'):
         RecoveryConfig(batch_policy="drop")
     with pytest.raises(ConfigError, match=r"hang_seconds must be above 0"):
         RecoveryConfig(hang_seconds=0)

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.background import Background
+from lightning_ntp.strategy.events import RecoveryEvent
 
 KINDS = ("loss", "recovery", "rejoin", "unrecoverable", "goodput")
 SEND_SECONDS = 20.0
@@ -66,6 +67,22 @@ class Alert:
     title: str
     text: str
     job: str = ""
+
+
+def recovery_alerts(event: RecoveryEvent, why: str, job: str) -> list[Alert]:
+    """What to say of a recovery. `why`: the supervisor's words for the loss before it."""
+    text = f"{event.topology}; {event.seconds.get('total', 0.0):.1f} s, {event.bytes_moved} bytes received by the leader"
+    found = []
+    if event.lost:
+        found.append(Alert("loss", f"lost worker {_listed(event.lost)}", f"{why}; step {event.step}", job))
+        found.append(Alert("recovery", "training goes on", text, job))
+    if event.joined:
+        found.append(Alert("rejoin", f"worker {_listed(event.joined)} is back", text, job))
+    return found
+
+
+def _listed(workers: Sequence[int]) -> str:
+    return ", ".join(map(str, workers))
 
 
 class Alerts:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 import secrets
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from lightning_ntp.errors import ConfigError, UnrecoverableError
 from lightning_ntp.goodput import Ledger, steady_clock
 from lightning_ntp.goodput_file import LedgerFile
 from lightning_ntp.strategy import rendezvous, supervisor_config, throughput
-from lightning_ntp.strategy.alerts import Alert, AlertConfig, Alerts
+from lightning_ntp.strategy.alerts import Alert, AlertConfig, Alerts, recovery_alerts
 from lightning_ntp.strategy.events import CommitEvent, LossEvent, RecoveryEvent
 from lightning_ntp.strategy.job_facts import describe_job
 from lightning_ntp.strategy.ledger_observer import LedgerObserver, process_start_ns
@@ -309,14 +308,8 @@ class ReshardOnGPULossLogic(_Base):
         return Path(self._trainer.default_root_dir) / LOGS / self.job if self._trainer.loggers else None
 
     def _learn_work(self, batch: Any) -> None:
-        tokens = self.work.tokens or throughput.tokens_of(batch)
-        flops = self.work.flops
-        config = throughput.hf_config(self._module)
-        if flops is None and tokens and config is not None:
-            size = sum(spec.numel for spec, _ in self._trainer.strategy.sharded.parameters())
-            each = throughput.flops_per_token(config, size, int(tokens))
-            flops = None if each is None else each * tokens
-        self._meter.work = throughput.Work(tokens, flops)
+        size = sum(spec.numel for spec, _ in self._trainer.strategy.sharded.parameters())
+        self._meter.work = self.work.completed(batch, self._module, size)
         self._meter.last = {"known": 1.0}
 
     def _on_commit(self, event: CommitEvent) -> None:
@@ -330,7 +323,9 @@ class ReshardOnGPULossLogic(_Base):
         if self._leads():
             for run in self._runs:
                 run.take_over(describe_job(self._trainer, self._topology(), self.ledger_folder))
-            self._tell(event)
+            why = next((row["why"] for row in reversed(self._observe.events) if row["event"] == "loss"), "")
+            for alert in recovery_alerts(event, why, self.job):
+                self._alerts.send(alert)
             self._write(self._trainer.global_step)
             for run in self._runs:
                 run.log_events(self._observe.events, self.ledger.now())
@@ -339,16 +334,6 @@ class ReshardOnGPULossLogic(_Base):
             self.on_rejoined(event)
         if event.lost:
             self.on_recovered(event)
-
-    def _tell(self, event: RecoveryEvent) -> None:
-        seconds = f"{event.seconds.get('total', 0.0):.1f} s, {event.bytes_moved} bytes received by the leader"
-        if event.lost:
-            why = next((row["why"] for row in reversed(self._observe.events) if row["event"] == "loss"), "")
-            self._alerts.send(Alert("loss", f"lost worker {_listed(event.lost)}", f"{why}; step {event.step}", self.job))
-            self._alerts.send(Alert("recovery", "training goes on", f"{event.topology}; {seconds}", self.job))
-        if event.joined:
-            text = f"{event.topology}; {seconds}"
-            self._alerts.send(Alert("rejoin", f"worker {_listed(event.joined)} is back", text, self.job))
 
     def _wandb_alert(self, title: str, text: str) -> None:
         for run in self._runs:
@@ -388,10 +373,6 @@ def _draw(folder: Path, path: Path) -> None:
     from lightning_ntp.plots import draw_goodput  # matplotlib costs a second, and only the end of a run draws
 
     draw_goodput(read_run(folder), path)
-
-
-def _listed(workers: Sequence[int]) -> str:
-    return ", ".join(map(str, workers))
 
 
 @lru_cache

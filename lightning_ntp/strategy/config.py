@@ -47,7 +47,8 @@ class RecoveryConfig:
     Args:
         enabled: survivors go on without it; False ends the job with the first failure, as DDP does. So does the environment
             variable ``NTP_RECOVERY=off``.
-        batch_policy: ``"keep"`` the global batch after a loss (survivors run more), or ``"shrink"`` it by the lost share.
+        batch_policy: ``"keep"``: the global batch stays after a loss, survivors run more. ``"shrink"``, which drops the lost
+            share, is refused: it is not built.
         hang_seconds: a worker that makes no progress for this long counts as lost; more than the longest stretch of a run in
             which workers wait for one that computes or writes alone.
         max_respawns: replacements that are started for lost workers over the whole job; they join the running fit.
@@ -55,14 +56,17 @@ class RecoveryConfig:
     """
 
     enabled: bool = True
-    batch_policy: Literal["keep", "shrink"] = "keep"
+    batch_policy: Literal["keep"] = "keep"
     hang_seconds: float = 600.0
     max_respawns: int = 8
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def __post_init__(self) -> None:
-        if self.batch_policy not in ("keep", "shrink"):
-            raise ConfigError(f'RecoveryConfig: batch_policy is "keep" or "shrink", got {self.batch_policy!r}')
+        if self.batch_policy != "keep":
+            raise ConfigError(
+                f'RecoveryConfig: batch_policy is "keep", got {self.batch_policy!r}; the global batch cannot shrink with the job yet. '
+                "To train on a smaller one, start again from the checkpoint with a smaller batch_size"
+            )
         if not isinstance(self.checkpoint, CheckpointConfig):
             raise ConfigError(f"RecoveryConfig: checkpoint is a CheckpointConfig, got {type(self.checkpoint).__name__}")
         if not self.hang_seconds > 0:

@@ -27,6 +27,14 @@ class Work:
     tokens: float | None = None
     flops: float | None = None
 
+    def completed(self, batch: Any, module: torch.nn.Module, num_parameters: int) -> Work:
+        """With what a batch and the Hugging Face model inside a module say of what is not known yet."""
+        tokens, flops, config = self.tokens or tokens_of(batch), self.flops, hf_config(module)
+        if flops is None and tokens and config is not None:
+            each = flops_per_token(config, num_parameters, int(tokens))
+            flops = None if each is None else each * tokens
+        return Work(tokens, flops)
+
 
 def flops_per_token(config: Any, num_parameters: int, sequence_length: int) -> float | None:
     """FLOPs of forward and backward for one token of a Hugging Face model, as torchtitan counts them.

@@ -113,8 +113,9 @@ def test_the_logical_stride_keeps_the_memory_order() -> None:
 # Ways in and out
 
 
-def _ways_in_and_out(rank: int, world: int) -> None:
-    mesh = line(world)
+def _ways_in_and_out(rank: int, world: int) -> list[str]:
+    """The layouts that came through every way."""
+    mesh, through = line(world), []
     for name, layout in LAYOUTS.items():
         for dim in range(3) if layout is NESTED else (1,):
             shape = [2, 3, 5]
@@ -137,14 +138,16 @@ def _ways_in_and_out(rank: int, world: int) -> None:
                         wanted.to_local(),
                         f"{name} to {other}",
                     )
+        through.append(name)
     mine = whole(7, 2, seed=rank)
     same(distribute(mine, mesh, UnevenShard(0, PLAIN), src=1), whole(7, 2, seed=1))
     pending = DTensor.from_local(whole(7, 2), mesh, [Partial()])
     same(pending.redistribute(placements=[UnevenShard(0, NESTED)]), whole(7, 2) * world)
+    return through
 
 
 def test_distribute_full_tensor_and_redistribute(pool: WorkerPool) -> None:
-    pool.run(_ways_in_and_out, 3)
+    assert pool.run(_ways_in_and_out, 3) == [list(LAYOUTS)] * 3
 
 
 def _two_axes(rank: int, world: int) -> None:

@@ -42,8 +42,9 @@ whole_input = whole(3, 4, seed=8)
 FORWARDS = {"layer": _layer, "whole": _whole, "moved": _moved, "wrapped": _wrapped, "loss": _loss}
 
 
-def _compiled(rank: int, world: int, backend: str, names: list[str]) -> None:
-    mesh = line(world)
+def _compiled(rank: int, world: int, backend: str, names: list[str]) -> list[str]:
+    """Which forwards gave the same value and gradient compiled as eager."""
+    mesh, equal = line(world), []
     for name in names:
         torch.compiler.reset()
         gradients = []
@@ -54,20 +55,23 @@ def _compiled(rank: int, world: int, backend: str, names: list[str]) -> None:
             assert weight.grad.placements == weight.placements
             gradients.append((value.detach(), weight.grad.to_local()))
         torch.testing.assert_close(gradients[0], gradients[1], msg=lambda text: f"{name}: {text}")  # noqa: B023
+        equal.append(name)
+    return equal
 
 
 def test_forward_and_backward_are_one_graph(pool: WorkerPool) -> None:
-    pool.run(_compiled, 3, "aot_eager", list(FORWARDS), timeout=150)
+    assert pool.run(_compiled, 3, "aot_eager", list(FORWARDS), timeout=150) == [list(FORWARDS)] * 3
 
 
 @pytest.mark.full
 @pytest.mark.timeout(450)
 def test_inductor(pool: WorkerPool) -> None:
-    pool.run(_compiled, 3, "inductor", ["layer", "whole"], timeout=400)
+    assert pool.run(_compiled, 3, "inductor", ["layer", "whole"], timeout=400) == [["layer", "whole"]] * 3
 
 
-def _step(rank: int, world: int) -> None:
-    mesh = line(world)
+def _step(rank: int, world: int) -> list[str]:
+    """Which implementations of AdamW step the same compiled as eager."""
+    mesh, equal = line(world), []
     for options in ({"foreach": True}, {"fused": True}):
         torch.compiler.reset()
         results: list[Any] = []
@@ -82,7 +86,9 @@ def _step(rank: int, world: int) -> None:
         # compiled AdamW computes its bias correction in float32, on plain tensors too
         torch.testing.assert_close(results[0].full_tensor(), results[1].full_tensor(), rtol=1e-4, atol=1e-5)
         same(results[1].to_local(), distribute(results[1].full_tensor(), mesh, FROM).to_local())
+        equal += options
+    return equal
 
 
 def test_an_optimizer_step(pool: WorkerPool) -> None:
-    pool.run(_step, 3, timeout=150)
+    assert pool.run(_step, 3, timeout=150) == [["foreach", "fused"]] * 3

@@ -16,6 +16,7 @@ from tests.survival import Run
 def test_a_run_without_losses_equals_one_process(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.check(set(range(6)))
+    assert run.lines("recovered") == []
 
 
 def kill(worker: int, phase: str, step: int | None = None) -> Fault:

@@ -21,30 +21,33 @@ GOOD = {
 }
 
 
-class Lamb2(torch.optim.Optimizer):
+class OneByOne(torch.optim.Optimizer):
+    """Moves each parameter by `change`."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * self.change(p)
+
+
+class Lamb2(OneByOne):
     """A trust ratio under a name that nobody knows."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p -= group["lr"] * p.grad * p.norm() / p.grad.norm()
+    def change(self, p):
+        return p.grad * p.norm() / p.grad.norm()
 
 
-class Factored(torch.optim.Optimizer):
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
+class Factored(OneByOne):
+    """A second moment per row."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0], dtype=p.dtype))
-                rows += p.grad.square().mean(1)
-                p -= group["lr"] * p.grad / rows.sqrt().unsqueeze(1)
+    def change(self, p):
+        rows = self.state[p].setdefault("rows", torch.zeros(p.shape[0], dtype=p.dtype))
+        rows += p.grad.square().mean(1)
+        return p.grad / rows.sqrt().unsqueeze(1)
 
 
 class Unknown(torch.optim.Optimizer):

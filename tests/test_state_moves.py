@@ -126,14 +126,20 @@ def test_what_nobody_holds_is_named_with_what_would_have_saved_it(pool):
     assert "none of the workers (0,) holds any state" in words
 
 
+def two_steps(rank):
+    """A job of two replicas of degree 3, and one process, after the same two steps."""
+    job, twin = ShardedJob(tiny("llama", **SMALL), THREES, rank), Twin(tiny("llama", **SMALL))
+    for step in range(2):
+        job.step(batch(31, 11, 9, seed=step))
+        twin.step(batch(31, 11, 9, seed=step))
+    return job, twin
+
+
 def old_holder(rank, world):
     """Worker 3 missed the last step: its parts come from the other replica although it has them."""
     store = c10d._get_default_store()
     with float64_norms():
-        job, twin = ShardedJob(tiny("llama", **SMALL), THREES, rank), Twin(tiny("llama", **SMALL))
-        for step in range(2):
-            job.step(batch(31, 11, 9, seed=step))
-            twin.step(batch(31, 11, 9, seed=step))
+        job, twin = two_steps(rank)
         if rank == 3:
             for _, parameter in job.sharded.parameters():
                 local_of(parameter).mul_(0.5)
@@ -159,10 +165,7 @@ def broken_in_the_middle(rank, world, at):
     """Worker 1 is lost while the cells of worker 5 move: the others start over, from the same state."""
     store = c10d._get_default_store()
     with float64_norms():
-        job, twin = ShardedJob(tiny("llama", **SMALL), THREES, rank), Twin(tiny("llama", **SMALL))
-        for step in range(2):
-            job.step(batch(31, 11, 9, seed=step))
-            twin.step(batch(31, 11, 9, seed=step))
+        job, twin = two_steps(rank)
         first = THREES.without(5)
         second = first.without(1)
         dist.barrier()

@@ -82,10 +82,6 @@ def _dim(schema: OpSchema, position: int, ndim: int, default: int = 0) -> int:
     return _argument(schema, position, default) % max(ndim, 1)
 
 
-def _as_before(schema: OpSchema, before: torch.Size, after: torch.Size) -> list[int | None]:
-    return list(range(len(before)))
-
-
 def _slice(schema: OpSchema, before: torch.Size, after: torch.Size) -> list[int | None]:
     dim = _dim(schema, 1, len(before))
     start, stop, step = (_argument(schema, position, None) for position in (2, 3, 4))

@@ -4,7 +4,7 @@
         \\--a loss------------------------------------------------------------------------------------/
 
 Keys (JSON, below the job's token): generation; join/N/W, joined/N; world/N; ended/N/W; heartbeat/W; regroup/N,
-regrouping/N; suspect/N, doubt/N; called-off/N; leave/W, left/W, leaves. Clock and store are injected; who is killed is
+regrouping/N; suspect/N, doubt/N; leave/W, left/W, leaves. Clock and store are injected; who is killed is
 the caller's affair.
 """
 
@@ -185,8 +185,6 @@ class Coordinator:
         self._call_newcomers()
         if self.store.check([f"regrouping/{self.generation}"]):
             self._open_next(now, {"broken": False})
-        elif self.store.check([f"called-off/{self.generation}"]):
-            self._break((), str(get_json(self.store, f"called-off/{self.generation}")))
         elif self._left and self._num_suspicions():
             self._break((), f"workers {sorted(self._left)} ended while others still needed them")
         elif self._doubted(now):
@@ -258,7 +256,6 @@ class Coordinator:
             "regrouping",
             "suspect",
             "doubt",
-            "called-off",
             "vote",
             "groups",
         ):

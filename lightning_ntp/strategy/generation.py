@@ -90,11 +90,3 @@ class Generation:
     def leader(self) -> int:
         """The lowest live worker."""
         return min(self.members)
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """Why a generation ended. `workers` is empty if nobody died: a stall, or a step that was called off."""
-
-    workers: tuple[int, ...]
-    why: str

@@ -195,11 +195,6 @@ class LedgerObserver(Observer):
         self._start_ns = self._flushed_ns - sum(self.ledger.totals().job_ns.values())
         self._start_over()
 
-    @property
-    def typical_step_seconds(self) -> float:
-        """Median of the last steps, 0 before the first."""
-        return statistics.median(self._step_ns) / 1e9 if self._step_ns else 0.0
-
     def _start_over(self) -> None:
         """The next step may compile again."""
         self._first_ns, self._after_first, self._is_first = None, [], True

@@ -33,7 +33,6 @@ from lightning_ntp.strategy.generation import (
     FencedError,
     Generation,
     GenerationBrokenError,
-    Loss,
     MemberConfig,
     Outcome,
 )
@@ -78,7 +77,6 @@ class Member:
         self.generation: Generation | None = None
         self.groups = GroupSockets()
         self.broken_at_seconds: float | None = None  # time.monotonic() at which the loss was heard of
-        self.loss: Loss | None = None  # how the last broken generation ended
         self.faults.fire(self.worker, None, "start")
         self._exit_process = exit_process
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
@@ -103,11 +101,6 @@ class Member:
         for thread in self._threads:
             thread.start()
         atexit.register(self.close)
-
-    @property
-    def why_broken(self) -> str:
-        """The supervisor's words for how the last broken generation ended."""
-        return self.loss.why if self.loss else ""
 
     # The other threads.
 
@@ -138,9 +131,8 @@ class Member:
                 seen = self._number
             if self._closed.is_set():
                 return
-            end = rendezvous.get_json(self._watch_link.store, f"ended/{seen}/{self.worker}")
-            if end["broken"]:
-                self._break(seen, Loss(tuple(end.get("workers", ())), end.get("why", "")))
+            if rendezvous.get_json(self._watch_link.store, f"ended/{seen}/{self.worker}")["broken"]:
+                self._break(seen)
                 self._see_free(seen)
 
     def _see_free(self, number: int) -> None:
@@ -159,12 +151,12 @@ class Member:
         _log.error("worker %d is still blocked %.0f s after a loss: it leaves", self.worker, limit)
         self._exit_process(rendezvous.EXIT_LOST)
 
-    def _break(self, number: int, loss: Loss) -> None:
+    def _break(self, number: int) -> None:
         """Frees the main thread, wherever it waits: for a decision, in a collective, or while groups are made."""
         with self._lock:
             if number != self._number or self._broken.is_set():
                 return
-            self.broken_at_seconds, self.loss = time.monotonic(), loss
+            self.broken_at_seconds = time.monotonic()
             self._broken.set()
             if self._open_vote is not None:
                 self._open_vote.abort(self._watch_link.store)
@@ -299,13 +291,6 @@ class Member:
         self._store.add(f"doubt/{self._number}", 1)
         return self._broken.wait(self.config.confirm_seconds)
 
-    def call_off(self, why: str) -> None:
-        """Breaks this generation without a loss: all members are freed and join again, `Member.loss` tells them why.
-
-        For a collective that failed although everybody lives, as when one member has left out a call.
-        """
-        rendezvous.put_json(self._store, f"called-off/{self._number}", f"worker {self.worker}: {why}")
-
     def agree(
         self, step: int, attempt: int = 0, ballot: Outcome = Outcome.COMMIT, fault_phase: str | None = "vote"
     ) -> Decision:
@@ -345,10 +330,6 @@ class Member:
             self._heart.commit()
         self._regroup_wanted = regroup
         return Decision(Outcome(outcome), regroup)
-
-    def request_worker(self) -> None:
-        """Asks the supervisor to start one more worker; it is taken in at a step boundary. Call it on one member."""
-        self._store.add("respawn", 1)
 
     def request_leave(self, why: str) -> None:
         """Asks for this worker's planned leave; may be called in a signal handler. See `leave_requested`."""

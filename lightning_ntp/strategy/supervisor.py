@@ -252,16 +252,8 @@ class Supervisor(SupervisorBase):
             self._end("all workers are lost", self._code_of_losses(), signal.SIGTERM, 0.0, told=True)
 
     def _fill_places(self, coordinator: Coordinator, now_seconds: float) -> None:
-        """Starts replacements: those that are due, and those that members ask for."""
-        places = self._book.due(now_seconds) if coordinator.active else []
-        if self._store.add("respawn", 0) > self._num_asked:
-            self._num_asked += 1
-            asked = next((place for place in sorted(self._book.empty) if place not in places), None)
-            if asked is None:
-                _log.warning("a replacement was asked for, but no place is empty")
-            else:
-                places.append(asked)
-        for place in places:
+        """Starts the replacements that are due."""
+        for place in self._book.due(now_seconds) if coordinator.active else []:
             if self._is_sound(place, now_seconds):
                 self._book.fill(place)
                 self._add_worker(coordinator, place)

@@ -74,7 +74,6 @@ class SupervisorBase:
         self._probes: dict[Place, GpuProbe] = {}
         self._loss: LossReport | None = None  # not printed yet
         self._loss_seconds = 0.0
-        self._num_asked = 0  # replacements that members asked for, so far
 
     def _read_reports(self) -> None:
         """Takes in what workers reported; a reported exception ends the job as soon as its worker has had its say."""

@@ -1,7 +1,10 @@
 """Worker ids are stable over the job, global ranks are not: nothing may take the one for the other."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.control import ControlPlane
@@ -77,9 +80,22 @@ def parked(rank, world):
     topology = Topology(1, (Replica(((0,), (1,))),), spares=(2,))
     groups = Groups(topology, rank)
     total = torch.tensor([float(rank)])
-    torch.distributed.all_reduce(total, group=groups.everyone)
+    dist.all_reduce(total, group=groups.everyone)
     return groups.has_role, hasattr(groups, "live"), groups.everyone.size(), float(total)
 
 
 def test_a_parked_spare_has_only_the_group_of_everyone(pool):
     assert pool.run(parked, 3) == [(True, True, 3, 3.0), (True, True, 3, 3.0), (False, False, 3, 3.0)]
+
+
+def timeouts(rank, world):
+    groups = Groups(Topology.from_shapes([(1, 2), (1, 1)]), rank)
+    made = [dist.group.WORLD, *groups._made]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in made}, len(made)
+
+
+def test_every_group_has_the_timeout_of_the_default_group(pool):
+    """Torch would give each new one 30 minutes, and a call that no cut frees would hold its worker for as long."""
+    for found, num_groups in pool.run(timeouts, 3, timeout=77):
+        assert found == {timedelta(seconds=77)}
+        assert num_groups > 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -185,17 +186,30 @@ class WatchedUnit:
 def new_group_in_order(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """A group whose ranks follow the order of `ranks`; None where this process is not in it. Collective over the default group.
 
+    It has the timeout of the default group; torch itself would take 30 minutes whatever that one has.
+
     Raises:
         ConfigError: an order that is not ascending, on a torch that always sorts (before 2.13).
     """
+    timeout = _default_group_timeout()
     if list(ranks) == sorted(ranks):
-        return dist.new_group(list(ranks))
+        return dist.new_group(list(ranks), timeout=timeout)
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ConfigError(
             f"torch {torch.__version__} cannot make a group in the order {list(ranks)}, which this topology needs: upgrade to "
             "torch 2.13 or restart the job from a checkpoint"
         )
-    return dist.new_group(list(ranks), sort_ranks=False)
+    return dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
+
+
+def _default_group_timeout() -> timedelta | None:
+    """None where the backend knows none, as the fake one."""
+    group = c10d._get_default_group()
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return cast(timedelta, options._timeout)
+    return None
 
 
 def move_to_device(module: nn.Module, device: torch.device) -> None:

@@ -9,11 +9,12 @@ listening socket is never touched, because gloo ends the whole process when its 
 Only the reading side is shut down. With the writing side shut as well, a write that was just being made would fail by the cut
 itself, which is the one thing that gloo forgets to report, see below.
 
-[Note: what no cut can free] In gloo's TCP transport (`Pair::write`, `Pair::signalException`) a write that meets a connection
-reset (ECONNRESET, EPIPE) is put aside for the event loop; when the loop then sees the end of the connection, it wakes the
-buffers of pending sends and receives, but not those of sends put aside nor of a receive that has begun. Such a call sits in
+[Note: what no cut can free] In gloo's TCP transport a send that could not be written at once, because the buffers are full or
+the write met a connection reset, is put aside for the event loop (`Pair::sendAsyncMode`). When the loop then sees the end of
+the connection, `Pair::signalException` wakes pending sends and receives, but not the sends put aside. Such a call sits in
 `UnboundBuffer::waitSend` until the group's timeout with all connections closed (6 of 408 kills at load 20, stacks by gdb).
-`Member` notices that its main thread stands still after a cut and leaves: a second worker is lost, nobody waits.
+Every group therefore has the timeout of the default group. Where that is long, `Member` notices that its main thread stands
+still after a cut and leaves: a second worker is lost, nobody waits.
 """
 
 from __future__ import annotations

@@ -106,14 +106,15 @@ def _live(program: Program, log_path: Path, hear_fd: int, stderr_fd: int) -> Non
 
 
 def _close_connections() -> None:
-    """Closes what was open at the fork, but for plain files.
+    """Closes the sockets and pipes that were open at the fork, and nothing else.
 
-    pytest's capture is such files, and handlers of loggers go on writing to them: a socket that got the number of a closed one
-    would be told what a progress bar says.
+    pytest's capture and its handler of log records, which writes to /dev/null, go on writing in the child: a socket that got the
+    number of a file closed under them would be told what a progress bar says.
     """
     for fd in (int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2):
         with contextlib.suppress(OSError):  # that of the listing itself
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+            kind = os.fstat(fd).st_mode
+            if not stat.S_ISREG(kind) and not stat.S_ISCHR(kind):
                 os.close(fd)
 
 

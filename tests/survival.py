@@ -177,6 +177,7 @@ class Run:
         os.environ["NTP_TEST"], os.environ["NTP_TEST_FOLDER"] = json.dumps(settings), str(folder)
         self.job = ForkedJob(train, workers, folder, faults=faults, patience=PATIENT, max_respawns=max_respawns)
         self.code = self.job.run()
+        (folder / "printed").write_bytes(self.job.printed)  # all of it: what is shown of a failure is its end
         assert self.code == code, self.job.printed.decode()[-6000:]
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import torch.distributed as dist
+
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import UNWATCHED_PHASES
 from lightning_ntp.strategy.life_signs import StepClock, being_debugged
@@ -14,12 +16,12 @@ class Heartbeat:
     """What the main thread tells about itself, and what the supervisor asks of it.
 
     Args:
-        link: the connection of the thread that runs `run`.
+        store: the connection of the thread that runs `run`.
         seconds: between two signs.
     """
 
-    def __init__(self, worker: int, link: rendezvous.StoreLink, seconds: float) -> None:
-        self.worker, self.link, self.seconds = worker, link, seconds
+    def __init__(self, worker: int, store: dist.Store, seconds: float) -> None:
+        self.worker, self.store, self.seconds = worker, store, seconds
         self.leave_why = ""  # why this worker shall leave at a step boundary; "" if it shall not
         self._steps = StepClock(time.monotonic)
         self._main_thread = threading.get_ident()
@@ -53,7 +55,7 @@ class Heartbeat:
             self._beat(beats)
 
     def _beat(self, beats: int) -> None:
-        store, key = self.link.store, f"leave/{self.worker}"
+        store, key = self.store, f"leave/{self.worker}"
         phase = "debugger" if being_debugged(self._main_thread) else self._phase
         sign = {"beats": beats, "progress": self._progress, "phase": phase} | self._steps.sign()
         rendezvous.put_json(store, f"heartbeat/{self.worker}", sign)

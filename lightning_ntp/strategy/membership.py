@@ -38,7 +38,7 @@ from lightning_ntp.strategy.generation import (
 )
 from lightning_ntp.strategy.heartbeat import Heartbeat
 from lightning_ntp.strategy.life_signs import StandstillProbe
-from lightning_ntp.strategy.sockets import GroupSockets, network_is_gone
+from lightning_ntp.strategy.sockets import GroupSockets
 from lightning_ntp.strategy.vote import MISMATCH, Vote
 from lightning_ntp.testing import FaultScript
 
@@ -82,8 +82,8 @@ class Member:
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self._store = rendezvous.connect_store(address.endpoint, address.token)
-        self._watch_link = rendezvous.StoreLink(self._store, address.endpoint)
-        self._heart = Heartbeat(self.worker, rendezvous.StoreLink(self._store, address.endpoint), self.config.heartbeat_seconds)
+        self._watch_store = rendezvous.own_connection(self._store)
+        self._heart = Heartbeat(self.worker, rendezvous.own_connection(self._store), self.config.heartbeat_seconds)
         self._lock = threading.RLock()
         self._broken = threading.Event()
         self._closed = threading.Event()
@@ -95,8 +95,8 @@ class Member:
         self._regroup_wanted = False
         self._main_thread, self._main_native_id = threading.get_ident(), threading.get_native_id()
         self._threads = [
-            threading.Thread(target=self._until_supervisor_is_gone, args=work, name=f"ntp-{name}", daemon=True)
-            for name, work in (("watch", (self._watch, self._watch_link)), ("heartbeat", (self._beat, self._heart.link)))
+            threading.Thread(target=self._until_supervisor_is_gone, args=(body,), name=f"ntp-{name}", daemon=True)
+            for name, body in (("watch", self._watch), ("heartbeat", self._beat))
         ]
         for thread in self._threads:
             thread.start()
@@ -104,19 +104,13 @@ class Member:
 
     # The other threads.
 
-    def _until_supervisor_is_gone(self, body: Callable[[], None], link: rendezvous.StoreLink) -> None:
-        while not self._closed.is_set():
-            try:
-                body()
-            except dist.DistNetworkError as error:
-                if self._closed.is_set():
-                    return
-                # One connection may be reset while the server lives on; with a dead card none can be made.
-                if network_is_gone.is_set() or not link.renew():
-                    # Nobody is left who could form a new generation, and nobody must outlive the job.
-                    self._exit_process(rendezvous.EXIT_NO_SUPERVISOR)
-                    return
-                _log.warning("worker %d made a new connection to its supervisor: %s", self.worker, str(error).splitlines()[0])
+    def _until_supervisor_is_gone(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except dist.DistNetworkError:
+            if not self._closed.is_set():
+                # Nobody is left who could form a new generation, and nobody must outlive the job.
+                self._exit_process(rendezvous.EXIT_NO_SUPERVISOR)
 
     def _beat(self) -> None:
         self._heart.run(self._closed)
@@ -131,7 +125,7 @@ class Member:
                 seen = self._number
             if self._closed.is_set():
                 return
-            if rendezvous.get_json(self._watch_link.store, f"ended/{seen}/{self.worker}")["broken"]:
+            if rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")["broken"]:
                 self._break(seen)
                 self._see_free(seen)
 
@@ -159,7 +153,7 @@ class Member:
             self.broken_at_seconds = time.monotonic()
             self._broken.set()
             if self._open_vote is not None:
-                self._open_vote.abort(self._watch_link.store)
+                self._open_vote.abort(self._watch_store)
             if self.config.backend == "nccl":
                 _torch_private.abort_groups()
             self.groups.cut()

@@ -42,9 +42,6 @@ EXIT_SAVED = 78
 LOOPBACK = "127.0.0.1:0"
 """Where a store listens unless told otherwise: nobody outside this machine can reach it; port 0 = any free one."""
 
-PROBE_SECONDS = 1.0
-"""For a server that lives to take one more connection."""
-
 CONNECT_SECONDS = 20.0
 WAIT_SECONDS = 3600.0
 """How long one blocking read may wait. The member's watcher, not this limit, ends a wait for a peer that is gone."""
@@ -196,24 +193,6 @@ def own_connection(store: dist.Store) -> dist.Store:
     copy: dist.Store = cast(Any, store).clone()  # torch's stubs lack it
     copy.set_timeout(timedelta(seconds=WAIT_SECONDS))
     return copy
-
-
-class StoreLink:
-    """One thread's own connection to the store, `store`, which may be made anew."""
-
-    def __init__(self, origin: dist.Store, endpoint: Endpoint) -> None:
-        self._origin, self._endpoint = origin, endpoint
-        self.store = own_connection(origin)
-
-    def renew(self) -> bool:
-        """Another connection in place of a broken one; False if the server does not take any."""
-        try:
-            with socket.create_connection((self._endpoint.host, self._endpoint.port), PROBE_SECONDS):
-                pass
-            self.store = own_connection(self._origin)
-        except (OSError, dist.DistError):
-            return False
-        return True
 
 
 def to_json(value: Any) -> str:

@@ -21,12 +21,8 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from types import TracebackType
 from typing import Self
-
-network_is_gone = threading.Event()
-"""Set by `cut_all`: with a dead card no new connection can be made either."""
 
 
 class GroupSockets:
@@ -63,7 +59,6 @@ class GroupSockets:
 
 def cut_all() -> int:
     """Shuts down every TCP connection of this process, the store's too, as a dead network card would; returns how many."""
-    network_is_gone.set()
     return sum(_cut(fd, inode) for fd, inode in _open_sockets().items())
 
 

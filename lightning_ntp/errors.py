@@ -8,6 +8,7 @@
     +-- RankLostError                              a peer is gone; the recovery decides what happens next
     +-- PoisonBatchError                           a step that kills one worker after the other; names its samples
     +-- UnrecoverableError                         state is lost for good; names the parameter and what would have saved it
+        +-- SilentCorruptionError                  copies of state differ, and no majority tells which is right
 
 Messages say what happened, where, what was found, what was wanted and what to do about it.
 """
@@ -45,3 +46,7 @@ class PoisonBatchError(NTPError):
 
 class UnrecoverableError(NTPError):
     """No live holder, buddy copy or checkpoint has a piece of state that is needed."""
+
+
+class SilentCorruptionError(UnrecoverableError):
+    """Holders of the same elements have different bits, and there are too few of them to tell who is right."""

@@ -23,7 +23,7 @@ ENV_FAULTS = "NTP_FAULTS"
 ACTIONS = ("kill", "stop", "raise", "slow", "drop-network", "fill-disk", "flip-bit")
 PHASES = (
     "start", "join", "connect", "forward", "backward", "sync", "vote", "decide", "after_commit", "control",
-    "validation", "checkpoint", "broken", "planning", "moving", "teardown",
+    "validation", "checkpoint", "integrity", "broken", "planning", "moving", "teardown",
 )  # fmt: skip
 """Where the code asks the script. "decide" is between the last vote and the decision; "connect" is in the forming of groups;
 "broken" is the first moment of a survivor's recovery; "start" and "teardown" are the first and the last of a membership."""

@@ -20,7 +20,7 @@ from torch.utils.data import RandomSampler
 
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.coordinator import Patience
-from lightning_ntp.strategy.events import CommitEvent, LossEvent, Observer, RecoveryEvent
+from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent
 from lightning_ntp.strategy.fsdp import local_of
 from lightning_ntp.strategy.rendezvous import JobAddress
 from lightning_ntp.strategy.sampler import global_order
@@ -57,6 +57,9 @@ class Recorder(Observer):
         self.module.ids = []
         self.log(lost=event.workers, at=event.step, phase=event.phase, why=event.why)
 
+    def on_damage(self, event: DamageEvent) -> None:
+        self.log(damaged=event.workers, at=event.step, since=event.since_step, places=event.places, repaired=event.num_repaired)
+
     def on_recovery(self, event: RecoveryEvent) -> None:
         self.log(
             recovered=event.generation,
@@ -91,7 +94,7 @@ def train(address: JobAddress, log: Log) -> None:
     settings = json.loads(os.environ["NTP_TEST"])
     with jobs.float64_norms():
         module = Recorded(**settings["model"])
-        strategy = jobs.ntp(recovery=RecoveryConfig(True, hang_seconds=40.0), **settings["strategy"])
+        strategy = jobs.ntp(recovery=RecoveryConfig(True, hang_seconds=40.0, **settings["recovery"]), **settings["strategy"])
         strategy.observers.add(Recorder(log, module, strategy, settings["terminate"]))
         options = settings["trainer"]
         if settings["log"]:
@@ -154,6 +157,7 @@ class Run:
         save_every: int = 0,
         log: bool = False,
         terminate: list[tuple[int, int]] | None = None,
+        recovery: dict[str, Any] | None = None,
         strategy: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
         max_respawns: int = 0,
@@ -170,6 +174,7 @@ class Run:
             "save_every": save_every,
             "log": log,
             "terminate": terminate or [],
+            "recovery": recovery or {},
             "strategy": {"replica_sizes": [3, 3]} | (strategy or {}),
             "model": model or {},
             "trainer": self.options,

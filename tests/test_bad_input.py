@@ -131,6 +131,11 @@ def test_recovery_options():
         RecoveryConfig(batch_policy="drop")
     with pytest.raises(ConfigError, match=r"hang_seconds must be above 0"):
         RecoveryConfig(hang_seconds=0)
+    with pytest.raises(ConfigError, match="min_workers must be 1 or more, got 0"):
+        RecoveryConfig(min_workers=0)
+    few = StrategyConfig(replica_sizes=[2, 2], recovery=RecoveryConfig(min_workers=5))
+    with pytest.raises(ConfigError, match=r"RecoveryConfig\(min_workers=5\): the job has 4 devices; lower it or use more"):
+        choose_shapes(few, Machine(1, 4), ModelSize(0, 0, 0))
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine"])

@@ -1,13 +1,22 @@
-"""A flipped bit is found wherever it is planted; three holders tell who is wrong, and the right bits come back."""
+"""A flipped bit is found wherever it is planted; three holders tell who is wrong, and the right bits come back.
+
+First on a bare model, then in ``trainer.fit``, where a fault script plants it.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.fsdp import local_of
-from lightning_ntp.strategy.integrity import check_integrity
+from lightning_ntp.strategy.integrity import check_integrity, why_not_comparable
+from lightning_ntp.testing import Fault, FaultScript
 from lightning_ntp.topology import Topology
 from tests.engine import ShardedJob
 from tests.models import batch, tiny
+from tests.survival import Run
 
 # shapes, worker, parameter, label, and the culprits that must be named
 FLIPS = {
@@ -60,3 +69,60 @@ def test_a_flipped_bit_is_found_named_and_mended(pool, name):
             assert "differs from the other holders" in words
         else:
             assert "no majority" in words
+
+
+PARAMETER = "layers.0.mlp.up_proj.weight"
+
+
+def flip(worker: int, step: int) -> Fault:
+    return Fault("flip-bit", worker, "after_commit", step, parameter=PARAMETER, bit=40)
+
+
+def test_a_bit_that_flips_in_a_fit_is_named_and_put_right_before_the_next_step(tmp_path: Path) -> None:
+    """Three replicas: the run equals one in which nothing happened."""
+    strategy, faults = {"replica_sizes": [2, 1, 1]}, FaultScript(flip(3, 1))
+    run = Run(tmp_path, faults, workers=4, strategy=strategy, recovery={"integrity_every_n_steps": 1})
+    run.check({0, 1, 2, 3})
+    told = run.lines("damaged")
+    assert sorted(line["worker"] for line in told) == [0, 1, 2, 3]
+    assert {(*line["damaged"], line["at"], line["since"], line["repaired"]) for line in told} == {(3, 2, 1, 1)}
+    said = run.job.printed.decode()
+    assert "[ntp] after step 2 copies of the same state differ (looked at before: after step 1):" in said
+    assert f"{PARAMETER}  rows[0:1) columns[0:" in said and ": worker 3 (r2/tp0) differs from the other holders" in said
+    assert "[ntp]   1 of 1 places got the bits of the majority back" in said
+
+
+def test_with_two_replicas_a_flipped_bit_ends_the_fit_and_names_both(tmp_path: Path) -> None:
+    strategy, faults = {"replica_sizes": [2, 1]}, FaultScript(flip(2, 2))
+    run = Run(tmp_path, faults, workers=3, strategy=strategy, recovery={"integrity_every_n_steps": 2}, code=1)
+    assert max(line["step"] for line in run.lines("step")) == 3  # found by the check after step 4
+    assert {(*line["damaged"], line["at"], line["since"], line["repaired"]) for line in run.lines("damaged")} == {(4, 2, 0)}
+    said = run.job.printed.decode()
+    assert "SilentCorruptionError: after step 4 copies of the same state differ (looked at before: after step 2):" in said
+    assert "worker 0 (r0/tp0) | worker 2 (r1/tp0) differ, and there is no majority to tell who is right" in said
+    assert "a checkpoint of step 2 or before is free of it" in said
+
+
+def test_a_recovery_is_followed_by_a_check_even_if_none_was_asked_for(tmp_path: Path) -> None:
+    faults = FaultScript(flip(3, 1), Fault("kill", 0, "sync", 4))
+    run = Run(tmp_path, faults, workers=4, strategy={"replica_sizes": [2, 1, 1]})
+    assert {line["worker"] for line in run.lines("finished")} == {1, 2, 3}
+    assert {(*line["damaged"], line["at"], line["repaired"]) for line in run.lines("damaged")} == {(3, 4, 1)}
+
+
+def test_a_worker_may_be_lost_in_the_check_itself(tmp_path: Path) -> None:
+    """Ragged replicas, before and after: nothing differs in any check."""
+    faults = FaultScript(Fault("kill", 2, "integrity", 3), Fault("kill", 4, "backward", 5))
+    recovery = {"integrity_every_n_steps": 1}
+    run = Run(tmp_path, faults, workers=5, strategy={"replica_sizes": [3, 2]}, recovery=recovery)
+    run.check({0, 1, 3})
+    assert not run.lines("damaged") and {line["phase"] for line in run.lines("lost")} == {"integrity", "step"}
+
+
+def test_what_cannot_be_compared_is_not_taken_for_damage() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    fused = torch.optim.AdamW([parameter], fused=True)
+    assert "fused=True on CPU" in why_not_comparable([torch.optim.SGD([parameter]), fused], torch.device("cpu"))
+    assert why_not_comparable([fused], torch.device("cuda")) == why_not_comparable([], torch.device("cpu")) == ""
+    with pytest.raises(ConfigError, match="integrity_every_n_steps is 1 or more, or None, got 0"):
+        RecoveryConfig(integrity_every_n_steps=0)

@@ -100,3 +100,20 @@ def test_a_job_that_has_to_go_as_a_whole_is_saved(tmp_path: Path) -> None:
     run = Run(tmp_path, terminate=[(2, worker) for worker in range(6)], code=EXIT_SAVED, default_root_dir=str(tmp_path))
     assert (tmp_path / "saved-before-leaving.ckpt").is_dir()
     assert max(line["step"] for line in run.lines("step")) < len(run.global_batches) - 1
+
+
+def test_fewer_workers_than_the_minimum_end_with_the_state_saved(tmp_path: Path) -> None:
+    recovery, faults = {"min_workers": 3}, FaultScript(kill(2, "sync", 1), kill(0, "sync", 4))
+    run = Run(tmp_path, faults, workers=4, strategy={"replica_sizes": [2, 2]}, recovery=recovery, code=EXIT_SAVED, default_root_dir=str(tmp_path))
+    saved = tmp_path / "saved-before-leaving.ckpt"
+    Manifest.read(saved).check(saved)
+    assert max(line["step"] for line in run.lines("step")) == 4  # with three it went on; the step that cost the next one was done first
+    assert "2 workers are left, and min_workers is 3: the fit is saved in" in run.job.printed.decode()
+
+
+def test_advice_says_what_would_follow_and_ends_the_job(tmp_path: Path) -> None:
+    run = Run(tmp_path, FaultScript(kill(1, "sync", 2)), workers=4, strategy={"replica_sizes": [2, 2]}, recovery={"advise": True}, code=1)
+    assert max(line["step"] for line in run.lines("step")) == 1 and not run.lines("recovered")
+    said = run.job.printed.decode()
+    assert "[ntp] advise=True: workers [1] are lost. step 2 would run again on 2 replicas" in said
+    assert "UnrecoverableError: advise=True" in said

@@ -15,7 +15,7 @@ from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.background import Background
 from lightning_ntp.strategy.events import RecoveryEvent
 
-KINDS = ("loss", "recovery", "rejoin", "unrecoverable", "goodput")
+KINDS = ("loss", "recovery", "rejoin", "damage", "unrecoverable", "goodput")
 SEND_SECONDS = 20.0
 """A command or webhook that takes longer is given up."""
 

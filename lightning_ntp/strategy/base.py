@@ -79,7 +79,7 @@ class StrategyBase(_Base):
         self._live: dict[str, Any] | None = None  # what the others have told it
         self._is_regroup_wanted = False
         self._has_led = False  # logs, progress bar and screen are this worker's
-        self._must_end = False  # all workers were asked to leave
+        self._must_end = ""  # why the fit is saved and the job ends at the next step boundary
         self._is_batch_pending = False  # Lightning has fetched a training batch that no step has finished
         self._sources: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # our loader -> the user's
         super().__init__()

@@ -21,7 +21,8 @@ from lightning_ntp.goodput import Ledger, steady_clock
 from lightning_ntp.goodput_file import LedgerFile
 from lightning_ntp.strategy import rendezvous, supervisor_config, throughput
 from lightning_ntp.strategy.alerts import Alert, AlertConfig, Alerts, recovery_alerts
-from lightning_ntp.strategy.events import CommitEvent, LossEvent, RecoveryEvent
+from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, RecoveryEvent
+from lightning_ntp.strategy.hooks import JobObserver, UserHooks
 from lightning_ntp.strategy.job_facts import describe_job
 from lightning_ntp.strategy.ledger_observer import LedgerObserver, process_start_ns
 from lightning_ntp.strategy.ledger_resume import adopt, job_id_of
@@ -36,25 +37,7 @@ else:
 LOGS = "ntp_logs"
 
 
-class _JobObserver(LedgerObserver):
-    """Tells the callback after the ledger has been told."""
-
-    callback: Any = None
-
-    def on_commit(self, event: CommitEvent) -> None:
-        super().on_commit(event)
-        self.callback._on_commit(event)
-
-    def on_loss(self, event: LossEvent) -> None:
-        super().on_loss(event)
-        self.callback._on_loss(event)
-
-    def on_recovery(self, event: RecoveryEvent) -> None:
-        super().on_recovery(event)
-        self.callback._on_recovery(event)
-
-
-class ReshardOnGPULossLogic(_Base):
+class ReshardOnGPULossLogic(UserHooks, _Base):
     """Keeps the goodput ledger, logs it, and tells of losses. Construct it as `lightning_ntp.ReshardOnGPULoss`.
 
     Args:
@@ -67,8 +50,8 @@ class ReshardOnGPULossLogic(_Base):
         flops_per_sample: forward and backward; None: by formula from the Hugging Face model in the module.
         peak_flops: of one GPU per second, for MFU; None: Lightning's table of GPUs.
 
-    Users derive from it for ``on_gpu_lost(event)``, ``on_reshard(event)``, ``on_recovered(event)`` and ``on_rejoined(event)``. These
-    run on every survivor and must not talk to other workers; an exception in them ends the job.
+    Users derive from it for ``on_gpu_lost(event)``, ``on_reshard(event)``, ``on_recovered(event)``, ``on_rejoined(event)`` and
+    ``on_damage(event)``. These run on every survivor and must not talk to other workers; an exception in them ends the job.
     """
 
     framework = "lightning.pytorch"
@@ -108,18 +91,6 @@ class ReshardOnGPULossLogic(_Base):
             raise ConfigError("the goodput ledger begins when the Trainer sets its callbacks up: call fit first")
         return self.observer.ledger
 
-    def on_gpu_lost(self, event: LossEvent) -> None:
-        """For users: workers are gone, and the new members are known."""
-
-    def on_reshard(self, event: RecoveryEvent) -> None:
-        """For users: state has moved to another topology."""
-
-    def on_recovered(self, event: RecoveryEvent) -> None:
-        """For users: training goes on after a loss."""
-
-    def on_rejoined(self, event: RecoveryEvent) -> None:
-        """For users: workers have been taken in."""
-
     def name_job(self, trainer: Any) -> None:
         """Before Lightning opens the loggers' runs: all workers agree on the job's name, and on W&B's id.
 
@@ -145,7 +116,7 @@ class ReshardOnGPULossLogic(_Base):
         self._is_newcomer = worker >= int(os.environ.get("WORLD_SIZE", world))
         gpus = [worker] if self._is_newcomer else range(world)  # a newcomer learns from the others who else there is
         ledger = Ledger(gpus, steady_clock(), start_ns=process_start_ns())
-        self.observer = _JobObserver(ledger, {gpu: gpu for gpu in gpus}, self._topology)
+        self.observer = JobObserver(ledger, {gpu: gpu for gpu in gpus}, self._topology)
         self.observer.callback = self
         strategy.observers.add(self.observer)
         self._log = RunLog(self.window_seconds)
@@ -317,6 +288,11 @@ class ReshardOnGPULossLogic(_Base):
 
     def _on_loss(self, event: LossEvent) -> None:
         self.on_gpu_lost(event)
+
+    def _on_damage(self, event: DamageEvent) -> None:
+        if self._leads():
+            self._alerts.send(Alert("damage", f"copies differ after step {event.step}", "; ".join(event.shown), self.job))
+        self.on_damage(event)
 
     def _on_recovery(self, event: RecoveryEvent) -> None:
         """The leader of the new generation speaks for the job, also about what happened under the old one."""

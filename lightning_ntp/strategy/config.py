@@ -47,18 +47,25 @@ class RecoveryConfig:
     Args:
         enabled: survivors go on without it; False ends the job with the first failure, as DDP does. So does the environment
             variable ``NTP_RECOVERY=off``.
+        advise: after a loss only say what the recovery would do, then end the job as without it.
         batch_policy: ``"keep"``: the global batch stays after a loss, survivors run more. ``"shrink"``, which drops the lost
             share, is refused: it is not built.
         hang_seconds: a worker that makes no progress for this long counts as lost; more than the longest stretch of a run in
             which workers wait for one that computes or writes alone.
+        min_workers: with fewer of them the fit is saved at the next step boundary and the job ends, with exit code 78.
         max_respawns: replacements that are started for lost workers over the whole job; they join the running fit.
+        integrity_every_n_steps: how often replicas compare the bits of their state, beside the comparison after each recovery;
+            None: never. With three or more copies the one that differs is named and overwritten, with two the job ends.
         checkpoint: how the last resort is written.
     """
 
     enabled: bool = True
+    advise: bool = False
     batch_policy: Literal["keep"] = "keep"
     hang_seconds: float = 600.0
+    min_workers: int = 1
     max_respawns: int = 8
+    integrity_every_n_steps: int | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
 
     def __post_init__(self) -> None:
@@ -71,8 +78,14 @@ class RecoveryConfig:
             raise ConfigError(f"RecoveryConfig: checkpoint is a CheckpointConfig, got {type(self.checkpoint).__name__}")
         if not self.hang_seconds > 0:
             raise ConfigError(f"RecoveryConfig: hang_seconds must be above 0, got {self.hang_seconds}")
+        if self.min_workers < 1:
+            raise ConfigError(f"RecoveryConfig: min_workers must be 1 or more, got {self.min_workers}")
         if self.max_respawns < 0:
             raise ConfigError(f"RecoveryConfig: max_respawns must be 0 or more, got {self.max_respawns}")
+        if self.integrity_every_n_steps is not None and self.integrity_every_n_steps < 1:
+            raise ConfigError(
+                f"RecoveryConfig: integrity_every_n_steps is 1 or more, or None, got {self.integrity_every_n_steps}"
+            )
 
     def is_on(self, environ: Mapping[str, str]) -> bool:
         """Whether the job recovers, with ``NTP_RECOVERY`` of the environment considered."""
@@ -190,8 +203,12 @@ def choose_shapes(config: StrategyConfig, machine: Machine, model: ModelSize) ->
     fabric) unless it needs more. Weights are cut over fsdp alone while the model is small, else over tp within a domain.
 
     Raises:
-        ConfigError: sizes that do not add up to the devices, or a model that fits nowhere.
+        ConfigError: sizes that do not add up to the devices, a model that fits nowhere, or fewer devices than ``min_workers``.
     """
+    if machine.num_devices < config.recovery.min_workers:
+        raise ConfigError(
+            f"RecoveryConfig(min_workers={config.recovery.min_workers}): the job has {machine.num_devices} devices; lower it or use more"
+        )
     if config.replica_sizes is not None:
         return _given_shapes(config.replica_sizes, machine)
     if config.num_replicas == config.fsdp_size == config.tensor_parallel_size == "auto":

@@ -1,6 +1,6 @@
 """What happens to a job, for whoever wants to know: the goodput ledger, callbacks, logs.
 
-    strategy.observers.add(observer)     ->  on_phase, on_loss, on_recovery, on_commit, in this order of life
+    strategy.observers.add(observer)     ->  on_phase, on_loss, on_recovery, on_commit, on_damage
 
 Observers run on the main thread of every worker and must not talk to other workers: survivors may be at different places when
 they hear of a loss. An exception of an observer is an exception of user code and ends the job.
@@ -20,6 +20,7 @@ PHASES = (
     "control",
     "evaluate",
     "save",
+    "integrity",
     "broken",
     "regrouping",
     "planning",
@@ -27,6 +28,10 @@ PHASES = (
     "teardown",
 )
 """Names that `Observer.on_phase` hears. A phase lasts until the next one begins; "commit" is everything between two steps."""
+
+
+MAX_PLACES = 5
+"""So many damaged places are named one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,32 @@ class CommitEvent:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class DamageEvent:
+    """Copies of the same state were found to differ: a bit has flipped somewhere. The same on all workers.
+
+    step: optimizer steps that were complete; since_step: the same at the check before, 0 if this was the first.
+    workers: that a majority has shown to be wrong; empty if there is none.
+    places: parameter or optimizer state, rows and columns, and who differs, in words.
+    num_repaired: places that got the majority's bits back. If there are others the job ends with `SilentCorruptionError`.
+    seconds: `time.monotonic` of this process.
+    """
+
+    step: int
+    since_step: int
+    workers: tuple[int, ...]
+    places: tuple[str, ...]
+    num_repaired: int
+    generation: int
+    seconds: float
+
+    @property
+    def shown(self) -> list[str]:
+        """The first places, and how many more there are."""
+        more = len(self.places) - MAX_PLACES
+        return [*self.places[:MAX_PLACES], *([f"and {more} more places"] if more > 0 else [])]
+
+
 class Observer(Protocol):
     """What an observer answers to; derive from it to implement only a part."""
 
@@ -111,6 +142,9 @@ class Observer(Protocol):
 
     def on_commit(self, event: CommitEvent) -> None:
         """A step is done."""
+
+    def on_damage(self, event: DamageEvent) -> None:
+        """Copies of the state differ."""
 
 
 @dataclass
@@ -150,3 +184,8 @@ class Observers:
         """Say that a step is done."""
         for observer in self._all:
             observer.on_commit(event)
+
+    def damage(self, event: DamageEvent) -> None:
+        """Say that copies of the state differ."""
+        for observer in self._all:
+            observer.on_damage(event)

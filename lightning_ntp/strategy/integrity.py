@@ -4,14 +4,16 @@
 
 A line is an index of the dim that tp cuts, a segment a run of the other dim that no worker's fsdp cut divides; a sum is weighted by
 position with odd numbers, so that a single flipped bit always changes it.
+
+That holders have the same bits needs elementwise optimizers that round an element alike wherever it lies; see `why_not_comparable`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -24,6 +26,9 @@ from lightning_ntp.strategy.held import is_cell
 from lightning_ntp.topology import Topology
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_MAX_ELEMENTS = 2**22
+"""So many elements are summed at once: their sums need 16 bytes of each for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class Damage:
         sides = [" and ".join(self._name(w) for w, v in self.holders.items() if v == value) for value in groups]
         return f"{where}: {' | '.join(sides)} differ, and there is no majority to tell who is right"
 
+    @property
+    def source(self) -> int:
+        """The lowest worker of the majority: who has the right bits."""
+        return next(worker for worker in self.holders if worker not in self.culprits)
+
     def _name(self, worker: int) -> str:
         at = self.topology.position(worker)
         return f"worker {worker} (r{at.replica}/tp{self.topology.coordinates(worker).role})"
@@ -74,9 +84,21 @@ class IntegrityReport:
     num_repaired: int = 0
 
     @property
+    def num_open(self) -> int:
+        """Places of which nobody can tell who is right."""
+        return sum(not damage.culprits for damage in self.damages)
+
+    @property
     def culprits(self) -> tuple[int, ...]:
         """Workers that a majority has shown to be wrong, ascending."""
         return tuple(sorted({worker for damage in self.damages for worker in damage.culprits}))
+
+
+def why_not_comparable(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> str:
+    """Why copies of the same element differ although nothing is damaged; "" if they do not. Local."""
+    if device.type == "cpu" and any(group.get("fused") for each in optimizers for group in each.param_groups):
+        return "fused=True on CPU rounds the last elements of a tensor otherwise than the rest, and replicas cut tensors differently"
+    return ""
 
 
 @torch.no_grad()
@@ -166,7 +188,7 @@ class _Grid:
 
     def sums(self, local: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
         """(lines, segments) int64: this worker's sums, and whether it holds the place."""
-        bits = local.reshape(cell.shape).contiguous().view(_INTEGERS[local.element_size()]).to(torch.int64)
+        bits = local.reshape(cell.shape).contiguous().view(_INTEGERS[local.element_size()])
         lines, others = (cell.rows, cell.columns) if self.line_dim == 0 else (cell.columns, cell.rows)
         bits = bits if self.line_dim == 0 else bits.t()
         own = torch.zeros((self.num_lines, len(self.segments)), dtype=torch.int64, device=local.device)
@@ -177,8 +199,7 @@ class _Grid:
             for number, segment in enumerate(self.segments):
                 if span.start <= segment.start and segment.stop <= span.stop:
                     part = bits[:, start + segment.start - span.start : start + segment.stop - span.start]
-                    weights = 2 * torch.arange(segment.start, segment.stop, device=local.device) + 1
-                    own[at, number] = (part * weights).sum(1)
+                    own[at, number] = _weighted_sums(part, segment)
                     mask[at, number] = True
             start += len(span)
         return own, mask
@@ -188,6 +209,14 @@ class _Grid:
         line, number = divmod(offset, len(self.segments))
         pair = Span(line, line + 1), self.segments[number]
         return pair if self.line_dim == 0 else (pair[1], pair[0])
+
+
+def _weighted_sums(part: torch.Tensor, segment: Span) -> torch.Tensor:
+    """One int64 per line of (lines, segment) integers, modulo 2**64."""
+    weights = 2 * torch.arange(segment.start, segment.stop, device=part.device) + 1
+    step = max(1, _MAX_ELEMENTS // max(1, len(segment)))
+    sums = [(lines.to(torch.int64) * weights).sum(1) for lines in part.split(step)] if len(part) else []
+    return torch.cat(sums) if sums else part.new_empty(0, dtype=torch.int64)
 
 
 def _indices(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
@@ -203,22 +232,30 @@ def _repair(
     workers, me, at = groups.topology.workers, groups.worker, sharded.coordinates
     local = {(spec.fqn, label): (spec.cell(at), tensor) for spec, label, tensor in tensors}
     repaired = [damage for damage in report.damages if damage.culprits]
-    for damage in repaired:
-        source = next(worker for worker in damage.holders if worker not in damage.culprits)
-        place = Cell((damage.rows,), (damage.columns,))
-        cell, tensor = local[damage.fqn, damage.label]
-        bits = tensor.view(cell.shape) if cell.numel else tensor
-        blocks = [
-            bits[p.source_row : p.source_row + len(p.rows), p.source_column : p.source_column + len(p.columns)]
-            for p in cell.pieces(place)
-        ]
-        sends = [place.numel if me == source and worker in damage.culprits else 0 for worker in workers]
-        gets = [place.numel if me in damage.culprits and worker == source else 0 for worker in workers]
-        packed = torch.cat([block.reshape(-1) for block in blocks]).repeat(len(damage.culprits)) if sum(sends) else tensor.new_empty(0)
-        received = exchange_uneven(packed, sends, gets, groups.live)
-        if sum(gets):
-            start = 0
-            for block in blocks:
-                block.copy_(received[start : start + block.numel()].view(block.shape))
-                start += block.numel()
+    for key, damages in groupby(repaired, lambda damage: (damage.fqn, damage.label)):
+        cell, tensor = local[key]
+        routes = [(damage.source, culprit, _blocks(damage, cell, tensor)) for damage in damages for culprit in damage.culprits]
+        leaves = [[block for s, c, blocks in routes if (s, c) == (me, worker) for block in blocks] for worker in workers]
+        comes = [[block for s, c, blocks in routes if (s, c) == (worker, me) for block in blocks] for worker in workers]
+        packed = [block.reshape(-1) for blocks in leaves for block in blocks]
+        received = exchange_uneven(
+            torch.cat(packed) if packed else tensor.new_empty(0), _numels(leaves), _numels(comes), groups.live
+        )
+        start = 0
+        for block in (block for blocks in comes for block in blocks):
+            block.copy_(received[start : start + block.numel()].view(block.shape))
+            start += block.numel()
     return IntegrityReport(report.damages, len(repaired))
+
+
+def _blocks(damage: Damage, cell: Cell, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Views of a worker's part of a damaged place."""
+    bits = tensor.view(cell.shape) if cell.numel else tensor
+    return [
+        bits[p.source_row : p.source_row + len(p.rows), p.source_column : p.source_column + len(p.columns)]
+        for p in cell.pieces(Cell((damage.rows,), (damage.columns,)))
+    ]
+
+
+def _numels(blocks: Sequence[Sequence[torch.Tensor]]) -> list[int]:
+    return [sum(block.numel() for block in each) for each in blocks]

@@ -59,9 +59,10 @@ class WorkerLauncher:
         """
         os.environ.setdefault(ENV_RESOLVER, RESOLVER)  # this process is nothing but a supervisor from here on
         recovery, gpus = self.recovery.is_on(os.environ), visible_gpus(os.environ)
+        num_respawns = self.recovery.max_respawns if recovery and not self.recovery.advise else 0
         config = SupervisorConfig(
             patience=self.recovery.patience,
-            respawn=RespawnConfig(max_respawns=self.recovery.max_respawns if recovery else 0),
+            respawn=RespawnConfig(max_respawns=num_respawns),
             log_folder=new_run_folder(os.environ) if recovery else None,
             gpus=gpus if len(gpus) == self.num_workers else (),  # else only the Trainer knows which ones it wants
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_ntp.goodput import Ledger
 from lightning_ntp.goodput_totals import PRODUCTIVE
-from lightning_ntp.strategy.events import CommitEvent, LossEvent, Observer, RecoveryEvent
+from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent
 from lightning_ntp.topology import Topology
 
 PHASE_BUCKETS = {
@@ -140,6 +140,19 @@ class LedgerObserver(Observer):
             topology=event.topology,
             leader=event.leader,
             placed=self.placed(),
+        )
+
+    def on_damage(self, event: DamageEvent) -> None:
+        """A bit has flipped somewhere."""
+        self.note(
+            "damage",
+            key=[event.generation, event.step],
+            step=event.step,
+            workers=list(event.workers),
+            gpus=self._gpus_of(event.workers),
+            why="; ".join(event.shown),
+            num_places=len(event.places),
+            num_repaired=event.num_repaired,
         )
 
     def place(self) -> None:

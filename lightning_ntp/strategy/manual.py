@@ -19,8 +19,9 @@ import torch
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy._lightning_private import run_after_closure, training_results
-from lightning_ntp.strategy.base import StrategyBase, parameters_of
+from lightning_ntp.strategy.base import parameters_of
 from lightning_ntp.strategy.events import CommitEvent
+from lightning_ntp.strategy.inspection import Inspection
 from lightning_ntp.strategy.sampler import reseed
 from lightning_ntp.strategy.step_log import StepLog
 
@@ -31,7 +32,7 @@ PROTECTED_BY_CHECKPOINTS = f"{WHY}, so only checkpoints protect this job; when a
 TOGGLES = ("toggle_optimizer", "untoggle_optimizer")
 
 
-class ManualOptimization(StrategyBase):
+class ManualOptimization(Inspection):
     """Stands before the strategy's own training step, backward and optimizer step, and takes over where the user optimizes."""
 
     _toggled_off: frozenset[int] = frozenset()
@@ -68,6 +69,7 @@ class ManualOptimization(StrategyBase):
         self.observers.commit(
             CommitEvent(self._held_step - 1, self._loop_count, True, 1, self.recovery.generation, time.monotonic())
         )
+        self.inspect_if_due()
         return output
 
     def _whole_step(self, behind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

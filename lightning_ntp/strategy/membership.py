@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -346,6 +346,10 @@ class Member:
     def report_error(self, error: BaseException) -> None:
         """Ends the job with this exception of user code as its cause."""
         rendezvous.report_error(self._store, self.worker, error)
+
+    def tell(self, kind: str, words: Sequence[str], **facts: Any) -> None:
+        """Has the supervisor note an event and print it. Call it on one member."""
+        rendezvous.tell(self._store, kind, self.worker, words, facts)
 
     def close(self) -> None:
         """Ends the groups and the threads. Also called when the interpreter exits: a thread inside torch would abort it."""

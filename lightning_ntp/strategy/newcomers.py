@@ -65,7 +65,7 @@ class Newcomers(Regrouping, Saving):
         trainer.save_checkpoint(path)
         self.on_train_end()
         if self.is_global_zero:
-            _log.warning("every worker was asked to leave: the fit is saved in %s; go on with ckpt_path=%r", path, str(path))
+            _log.warning("%s: the fit is saved in %s; go on with ckpt_path=%r", self._must_end, path, str(path))
         self.leave(rendezvous.EXIT_SAVED)
 
     def park(self, groups: Groups) -> None:

@@ -131,6 +131,7 @@ class Recovery:
     phase: RecoveryPhase = RecoveryPhase.RUNNING
     num_attempts: int = 1
     num_started: int = 0  # workers of the job as it was started; 0 without recovery
+    advises: bool = False  # a loss ends the job once it is said what would have followed
     _region: RegionState | None = None
     _serial: int = 0
     _members: tuple[int, ...] = ()
@@ -273,6 +274,8 @@ class Recovery:
         self._judge(region, generation, lost, step, heard, was_running)
         self._turn(RecoveryPhase.PLANNING, seconds)
         regroup = job.plan(generation)
+        if lost and self.advises:
+            self._advise(member, regroup, step, self.clock() - heard)
         self._turn(RecoveryPhase.MOVING, seconds)
         num_bytes = job.move(regroup, self.agree)
         self._turn(RecoveryPhase.RUNNING, seconds)
@@ -287,6 +290,15 @@ class Recovery:
             job.resume(regroup)
             self._tell(regroup, region, seconds, heard, num_bytes)
             region.error = ""
+
+    def _advise(self, member: Member, regroup: Regroup, step: int, seconds: float) -> None:
+        """Says what would follow from a loss, and raises. All survivors."""
+        generation = regroup.generation
+        would = f"step {step} would run again on {regroup.words or f'{generation.num_members} workers'}"
+        words = f"advise=True: workers {list(regroup.lost)} are lost. {would}, planned {seconds:.2f} s after the loss was heard of"
+        if member.worker == generation.leader:
+            member.tell("advice", [words], step=step, lost=regroup.lost, topology=regroup.words)
+        raise UnrecoverableError(f"{words}. Start again from the last checkpoint, or leave advise out to go on in place")
 
     def _judge(
         self,

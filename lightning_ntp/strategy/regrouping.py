@@ -79,8 +79,10 @@ class Regrouping(Stepping, Loading):
         known = {*old.workers, *old.spares}
         lost, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
         going = tuple(sorted((set(generation.leaving) & members) | self._strangers(generation)))
-        if set(going) >= set(old.workers) & members:  # nobody would be left: the job saves and ends as a whole
-            self._must_end, going = True, ()
+        staying = members - set(going)
+        self._must_end = self.why_end(len(staying) if staying & set(old.workers) else 0)
+        if self._must_end:
+            going = ()  # they save with the others, and all end
         told = None if self._runner is None else self._next(old, {*lost, *going} & known, set(joined) - set(going))
         plans = {repr(plan): plan for plan in gather_everyone(told) if plan is not None}  # newcomers have no model to ask yet
         if len(plans) > 1:
@@ -90,6 +92,13 @@ class Regrouping(Stepping, Loading):
         new = replace(new, spares=tuple(sorted(leavers)))  # they hand out what they hold before they go
         degrees = tuple(replica.degree for replica in new.replicas)
         return Regroup(generation, lost, joined, leavers, new, layout(new), degrees, new.num_roles)
+
+    def why_end(self, num_workers: int) -> str:
+        """Why a job that goes on with so many workers has to end at the next step boundary; "" if it need not. Local."""
+        wanted = self.config.recovery.min_workers
+        if num_workers >= wanted:
+            return ""
+        return f"{num_workers} workers are left, and min_workers is {wanted}" if num_workers else "every worker was asked to leave"
 
     def _next(self, old: Topology, lost: set[int], joined: set[int]) -> dict[str, Any]:
         if not lost and not joined:
@@ -156,11 +165,15 @@ class Regrouping(Stepping, Loading):
         os._exit(exit_code)  # an exception would run the user's on_exception hooks, which may wait for workers that have gone on
 
     def resume(self, regroup: Regroup) -> None:
-        """Loaders of the new data rows, and the open window up to where this worker was in it. All members."""
+        """A look at all copies of the state, loaders of the new data rows, and the open window up to where this worker was in it.
+
+        All members.
+        """
         if self._runner is None:
             return
         if not all(info.get("briefed", True) for info in regroup.generation.infos):
             self.brief_newcomers()
+        self.inspect()
         if self._is_newcomer:
             return  # its loops have not begun
         self.restart_data()

@@ -13,7 +13,7 @@ import re
 import secrets
 import socket
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -37,7 +37,8 @@ EXIT_TOO_MANY_RECOVERIES = 77
 """The supervisor ends a job that loses workers too often with this code, after asking the members to save."""
 
 EXIT_SAVED = 78
-"""A worker, and with it the job, ends with this code when it was asked to leave and has saved its state: requeue it."""
+"""A worker, and with it the job, ends with this code when its state is saved, as it was asked to leave or has lost too many
+others to go on: requeue it."""
 
 LOOPBACK = "127.0.0.1:0"
 """Where a store listens unless told otherwise: nobody outside this machine can reach it; port 0 = any free one."""
@@ -212,6 +213,11 @@ def get_json(store: dist.Store, key: str) -> Any:
 def peek_json(store: dist.Store, key: str) -> Any:
     """Reads the JSON value of `key`, or None if nobody has written it."""
     return json.loads(store.get(key)) if store.check([key]) else None
+
+
+def tell(store: dist.Store, kind: str, worker: int, words: Sequence[str], facts: Mapping[str, Any]) -> None:
+    """Tells the supervisor of something that has happened: an event of `kind` for its log, and lines for people."""
+    put_json(store, f"news/{store.add('news', 1)}", {"kind": kind, "worker": worker, "words": list(words), "facts": dict(facts)})
 
 
 def delete_below(store: dist.Store, path: str) -> None:

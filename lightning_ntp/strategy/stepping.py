@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from lightning_ntp.strategy._lightning_private import as_training, ends_window, next_batch, run_after_closure
-from lightning_ntp.strategy.base import StrategyBase
 from lightning_ntp.strategy.data import as_micro_batches
 from lightning_ntp.strategy.events import CommitEvent
 from lightning_ntp.strategy.generation import Decision, Outcome
+from lightning_ntp.strategy.inspection import Inspection
 from lightning_ntp.strategy.replay import nothing, remember_step
 from lightning_ntp.strategy.weights import weigh
 from lightning_ntp.strategy.window import LoopBatch
@@ -53,7 +53,7 @@ class Attempt:
     decision: Decision | None = None
 
 
-class Stepping(StrategyBase):
+class Stepping(Inspection):
     """The strategy's training step."""
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -90,7 +90,7 @@ class Stepping(StrategyBase):
         if self._is_regroup_wanted and self._open_window is None:
             self._is_regroup_wanted = False
             self.recovery.run("commit", nothing, planned=True)  # newcomers are at the door, or somebody must go
-        if self._must_end:
+        if self._must_end and self._open_window is None:
             self.save_and_end(trainer)
         window = self._opened_window(trainer)
         attempt = self.recovery.run("step", partial(self._attempt, optimizer, closure, ends_window(trainer)))
@@ -106,6 +106,7 @@ class Stepping(StrategyBase):
             optimizer.zero_grad()  # nothing in the whole window counts: no update, as a mean over nothing is none
         self._held_step += 1  # from here on this worker's state is that of the next step
         self.observers.commit(self._commit_event(attempt))
+        self.inspect_if_due()
         return attempt.loss
 
     def save_and_end(self, trainer: Any) -> None:

@@ -85,7 +85,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         device = self.root_device
         member = joining.enter(self.cluster_environment, device, self.config.recovery)
         if member is not None:
-            self.recovery.member, self.recovery.job = member, self
+            self.recovery.member, self.recovery.job, self.recovery.advises = member, self, self.config.recovery.advise
             self.recovery.num_started = int(os.environ["WORLD_SIZE"])
             if member.generation is None:
                 self._is_newcomer, self.cluster_environment.rank = True, member.worker  # never taken for the leader
@@ -143,6 +143,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             if not self._is_newcomer:  # it has them already
                 self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, module)
+            self.check_inspectable()
         self.setup_precision_plugin()
 
     def use(self, sharded: ShardedModel, healthy: Topology) -> None:
@@ -174,6 +175,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         if member is None or member.generation is None:
             return healthy, Groups(healthy, self.global_rank, self.root_device.type)
         absent = tuple(sorted(set(healthy.workers) - set(member.generation.members)))
+        self._must_end = self.why_end(len(healthy.workers) - len(absent))
         costs = WorkerCount(max(len(healthy.workers) // self.num_nodes, 1))
         topology = healthy
         if absent:

@@ -74,9 +74,21 @@ class SupervisorBase:
         self._probes: dict[Place, GpuProbe] = {}
         self._loss: LossReport | None = None  # not printed yet
         self._loss_seconds = 0.0
+        self._num_news = 0
+
+    def _read_news(self) -> None:
+        """Notes and prints what members have told."""
+        while self._num_news < self._store.add("news", 0):
+            news = rendezvous.peek_json(self._store, f"news/{self._num_news + 1}")
+            if news is None:  # counted, but still on the way
+                return
+            self._num_news += 1
+            self._log.event(str(news["kind"]), told_by=news["worker"], words=news["words"], **news["facts"])
+            self._write("".join(f"[ntp] {line}\n" for line in news["words"]).encode())
 
     def _read_reports(self) -> None:
         """Takes in what workers reported; a reported exception ends the job as soon as its worker has had its say."""
+        self._read_news()
         while len(self._reports) < self._store.add("errors", 0):
             key = f"error/{len(self._reports) + 1}"
             report = rendezvous.peek_json(self._store, key)

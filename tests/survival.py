@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import RandomSampler
 
+from lightning_ntp.next_topology import WorkerCount
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.coordinator import Patience
 from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent
@@ -70,7 +72,18 @@ class Recorder(Observer):
             moved=event.bytes_moved,
             gone=event.lost,
             joined=event.joined,
+            left=event.left,
         )
+
+
+@dataclass(frozen=True)
+class Narrow(WorkerCount):
+    """No replica may have more than so many rows, as if memory or the network forbade it."""
+
+    max_rows: int = 1
+
+    def fits(self, degree: int, fsdp_size: int = 1, micro_batch: int = 1) -> bool:
+        return fsdp_size <= self.max_rows
 
 
 class Recorded(jobs.TinyLlama):
@@ -95,6 +108,8 @@ def train(address: JobAddress, log: Log) -> None:
     with jobs.float64_norms():
         module = Recorded(**settings["model"])
         strategy = jobs.ntp(recovery=RecoveryConfig(True, hang_seconds=40.0, **settings["recovery"]), **settings["strategy"])
+        if settings["max_rows"]:
+            strategy._costs = lambda: Narrow(settings["workers"], max_rows=settings["max_rows"])
         strategy.observers.add(Recorder(log, module, strategy, settings["terminate"]))
         options = settings["trainer"]
         if settings["log"]:
@@ -145,6 +160,7 @@ class Run:
     """A job under faults and what came of it. `options` are the Trainer's.
 
     terminate: (step, worker): the worker gets a SIGTERM after that step.
+    max_rows: no replica may have more, see `Narrow`. max_losses_per_place: 1: the place of a lost worker stays empty.
     """
 
     def __init__(
@@ -161,26 +177,31 @@ class Run:
         strategy: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
         max_respawns: int = 0,
+        max_losses_per_place: int = 100,
+        max_rows: int | None = None,
         code: int = 0,
         **options: Any,
     ) -> None:
         self.folder, self.workers = folder, workers
         self.options = {"max_epochs": 2, "gradient_clip_val": 0.5} | options
         self.accumulate = self.options.get("accumulate_grad_batches", 1)
-        self.num_rows = len((strategy or {}).get("replica_sizes", [3, 3]))
+        shapes = (strategy or {}).get("replica_sizes", [3, 3])
+        self.num_rows = sum(1 if isinstance(shape, int) else shape[0] for shape in shapes)
         settings = {
             "workers": workers,
             "validation": validation,
             "save_every": save_every,
             "log": log,
             "terminate": terminate or [],
+            "max_rows": max_rows,
             "recovery": recovery or {},
             "strategy": {"replica_sizes": [3, 3]} | (strategy or {}),
             "model": model or {},
             "trainer": self.options,
         }
         os.environ["NTP_TEST"], os.environ["NTP_TEST_FOLDER"] = json.dumps(settings), str(folder)
-        self.job = ForkedJob(train, workers, folder, faults=faults, patience=PATIENT, max_respawns=max_respawns)
+        respawns = {"max_respawns": max_respawns, "max_losses_per_place": max_losses_per_place}
+        self.job = ForkedJob(train, workers, folder, faults=faults, patience=PATIENT, **respawns)
         self.code = self.job.run()
         (folder / "printed").write_bytes(self.job.printed)  # all of it: what is shown of a failure is its end
         assert self.code == code, self.job.printed.decode()[-6000:]

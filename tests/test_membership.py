@@ -292,6 +292,49 @@ def test_coordinator_calls_members_together_for_a_newcomer(hosted: tuple[dist.St
     assert bench.coordinator.forming and bench.coordinator.generation == 2
 
 
+def test_coordinator_lets_a_hot_spare_wait_until_a_role_is_free(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 3)
+    bench.join(0, 1, 2)
+    bench.coordinator.tick()
+    bench.coordinator.expect(3, waits=True)
+    bench.join(3, generation=2)
+    bench.coordinator.tick()
+    assert not bench.store.check(["regroup/1"]), "nobody is disturbed for it"
+    bench.coordinator.lose({2: "gone"})
+    bench.join(0, 1, 3)
+    bench.coordinator.tick()
+    assert bench.world(2) == [0, 1] and not bench.store.check(["regroup/2"])
+    bench.join(3, generation=3)
+    bench.coordinator.tick()
+    assert bench.store.check(["regroup/2"]), "at the next step boundary it is taken in"
+
+
+@pytest.mark.parametrize("frees_role", [True, False])
+def test_coordinator_calls_hot_spares_for_the_role_of_a_member_that_leaves(
+    hosted: tuple[dist.Store, object], frees_role: bool
+) -> None:
+    bench = Bench(hosted[0], 2)
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    bench.coordinator.expect(2, waits=True)
+    bench.join(2, generation=2)
+    rendezvous.put_json(bench.store, "left/1", frees_role)
+    bench.store.add("leaves", 1)
+    bench.coordinator.tick()
+    assert bench.coordinator.active == {0} and bench.store.check(["regroup/1"]) is frees_role
+
+
+def test_a_wait_outlasts_the_patience_of_the_store(hosted: tuple[dist.Store, object]) -> None:
+    store = rendezvous.own_connection(hosted[0])
+    store.set_timeout(timedelta(seconds=0.05))
+    with pytest.raises(dist.DistStoreError):
+        rendezvous.get_json(store, "late")
+    setter = threading.Timer(0.4, lambda: rendezvous.put_json(hosted[0], "late", 7))
+    setter.start()
+    assert rendezvous.await_json(store, "late") == 7
+    setter.join()
+
+
 def test_a_member_that_has_closed_may_take_its_time_to_exit(hosted: tuple[dist.Store, object]) -> None:
     """Saving weights after the fit and the interpreter's own exit take seconds, without a heartbeat."""
     bench = Bench(hosted[0], 2, Patience(hang_seconds=5, exit_seconds=60))

@@ -90,6 +90,19 @@ def test_a_replacement_is_taken_in_at_a_step_boundary(tmp_path: Path) -> None:
     assert "1x3, 1x3" in back["topology"] and not back["gone"]
 
 
+def test_a_worker_without_a_role_waits_and_replaces_the_next_loss_in_its_replica(tmp_path: Path) -> None:
+    """2x2 -> 2x1 and a hot spare, which holds nothing and disturbs nobody until it is needed."""
+    options = {"workers": 6, "strategy": {"replica_sizes": [[2, 2], [1, 2]]}, "max_rows": 2, "max_epochs": 10}
+    run = Run(tmp_path, FaultScript(kill(1, "sync", 1), kill(2, "sync", 5)), max_respawns=1, max_losses_per_place=1, **options)
+    told = {line["recovered"]: line for line in run.lines("recovered") if line["worker"] == 4}
+    first, second, back = (told[generation] for generation in sorted(told))
+    assert first["gone"] == [1] and len(first["left"]) == 1 and not first["joined"]
+    assert second["gone"] == [2] and not second["left"] and not second["joined"]
+    assert back["joined"] == [6] and not back["gone"] and not back["left"]
+    run.check({0, 3, 4, 5, 6} - set(first["left"]))
+    assert [event.workers for event in run.job.events if event.kind == "broken"] == [(1,), (2,)]
+
+
 def test_a_worker_that_is_asked_to_leave_costs_no_step(tmp_path: Path) -> None:
     run = Run(tmp_path, terminate=[(1, 4), (4, 0)])
     run.check({1, 2, 3, 5})

@@ -102,7 +102,10 @@ class DoubtState:
 
 @dataclass(slots=True)
 class Coordinator:
-    """The membership of one job. `workers` are the ids that the first generation waits for."""
+    """The membership of one job. `workers` are the ids that the first generation waits for.
+
+    pending: newcomers, taken in at a step boundary. waiting: hot spares, which become newcomers when a role is free.
+    """
 
     store: dist.Store
     workers: Collection[int]
@@ -113,6 +116,7 @@ class Coordinator:
     forming: bool = True
     active: set[int] = field(default_factory=set)
     pending: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
     fenced: dict[int, str] = field(default_factory=dict)
     _members: tuple[int, ...] = ()
     _left: set[int] = field(default_factory=set)
@@ -136,9 +140,12 @@ class Coordinator:
         self._forming_since = self.clock()
         put_json(self.store, "generation", self.generation)
 
-    def expect(self, worker: int) -> None:
-        """A new worker has been started; it is taken in when it has joined, at a step boundary of the others."""
-        self.pending.add(worker)
+    def expect(self, worker: int, waits: bool = False) -> None:
+        """A new worker has been started; it is taken in when it has joined, at a step boundary of the others.
+
+        waits: not before somebody is lost or has left.
+        """
+        (self.waiting if waits else self.pending).add(worker)
         self._newcomers_since[worker] = self.clock()
 
     def finish(self, worker: int) -> None:
@@ -154,6 +161,7 @@ class Coordinator:
             self.fenced[worker] = why
             self._forget(worker)
         if needed:
+            self._call_spares()
             self._break(tuple(sorted(needed)), "; ".join(losses[worker] for worker in sorted(needed)))
         return bool(needed)
 
@@ -197,14 +205,23 @@ class Coordinator:
         """Takes notice of who shall leave (the members re-form for it) and of who has left."""
         if (num_leaves := self.store.add("leaves", 0)) == self._num_leaves:
             return
-        for worker in sorted(self.active | self.pending):
-            if self.store.check([f"left/{worker}"]):
+        for worker in sorted(self.active | self.pending | self.waiting):
+            if (frees_role := peek_json(self.store, f"left/{worker}")) is not None:
                 self._forget(worker)
+                if frees_role:
+                    self._call_spares()
             elif worker not in self._leaving and (why := peek_json(self.store, f"leave/{worker}")) is not None:
                 self._leaving.add(worker)
                 self._to_call = True
+                if worker in self.waiting:  # it leaves by being taken in, as any other
+                    self.waiting.remove(worker)
+                    self.pending.add(worker)
                 self.on_event(Event("leaving", self.generation, self.clock(), (worker,), str(why)))
         self._num_leaves = num_leaves
+
+    def _call_spares(self) -> None:
+        self.pending |= self.waiting
+        self.waiting.clear()
 
     def _num_suspicions(self) -> int:
         return self.store.add(f"suspect/{self.generation}", 0)
@@ -222,6 +239,7 @@ class Coordinator:
     def _forget(self, worker: int) -> None:
         self.active.discard(worker)
         self.pending.discard(worker)
+        self.waiting.discard(worker)
         self._signs.pop(worker, None)
         self._newcomers_since.pop(worker, None)
 
@@ -304,7 +322,7 @@ class Coordinator:
     def _silent(self, now_seconds: float) -> dict[int, str]:
         """Workers without a sign of life for too long. Before its first sign a worker is starting."""
         silent = {}
-        for worker in self.active | self.pending:
+        for worker in self.active | self.pending | self.waiting:
             sign = self._signs.setdefault(worker, LifeSignState())
             heard = peek_json(self.store, f"heartbeat/{worker}")
             if heard is None:

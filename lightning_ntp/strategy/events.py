@@ -59,6 +59,7 @@ class RecoveryEvent:
     step: optimizer step that runs next, or again.
     generation: number of the new one.
     lost, joined: worker ids; both empty when a collective failed although all live.
+    left: workers that were asked to leave, or had no role any more and are started anew as hot spares.
     seconds: by phase: ``regrouping`` (with its parts ``agree`` and ``connect``), ``planning``, ``moving`` and ``total``
         (from hearing of the loss to running again).
     bytes_moved: received by this worker.
@@ -80,6 +81,7 @@ class RecoveryEvent:
     degrees: tuple[int, ...] = ()
     healthy_degree: int = 0
     num_workers: int = 0
+    left: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

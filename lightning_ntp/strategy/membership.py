@@ -214,7 +214,7 @@ class Member:
             number = max(last + 1, int(rendezvous.get_json(self._store, "generation")))
             rendezvous.put_json(self._store, f"join/{number}/{self.worker}", info)
             self._store.add(f"joined/{number}", 1)
-            world = rendezvous.get_json(self._store, f"world/{number}")
+            world = rendezvous.await_json(self._store, f"world/{number}")
             if self.worker in world["members"]:
                 return number, world
             if str(self.worker) in world["fenced"]:
@@ -337,9 +337,12 @@ class Member:
         """
         return self._heart.leave_why
 
-    def leave(self) -> None:
-        """Ends this worker's membership for good, without being a loss. Call it when the others join again."""
-        rendezvous.put_json(self._store, f"left/{self.worker}", True)
+    def leave(self, frees_role: bool = True) -> None:
+        """Ends this worker's membership for good, without being a loss. Call it when the others join again.
+
+        frees_role: hot spares are called for the role that it had; False: there was none for it.
+        """
+        rendezvous.put_json(self._store, f"left/{self.worker}", frees_role)
         self._store.add("leaves", 1)
         self.close()
 

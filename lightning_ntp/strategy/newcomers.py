@@ -3,13 +3,15 @@
     respawned process -> its own script up to Strategy.setup -> joins at a step boundary -> cells -> briefing -> Lightning resumes
     from the briefing as from a checkpoint -> its first step is the others' next one
 
-Until that step it is alone: Lightning's messages at the start of a fit are answered without the others, who wait in the step.
+A newcomer for which there is no role ends with `EXIT_PARKED`; the supervisor starts it anew, and it waits as a hot spare.
+Until its first step it is alone: Lightning's messages at the start of a fit are answered without the others, who wait in the step.
 """
 
 from __future__ import annotations
 
 import io
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from lightning_ntp.strategy.fsdp import ShardedModel, park_model
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.regrouping import Regrouping
 from lightning_ntp.strategy.saving import Saving
+from lightning_ntp.strategy.signals import default_signal
 from lightning_ntp.strategy.takeover import adopt_versions, versions
 from lightning_ntp.topology import Topology
 
@@ -43,8 +46,9 @@ class Newcomers(Regrouping, Saving):
     """Both sides of a worker's arrival."""
 
     def enter_running_job(self, trainer: Any) -> None:
-        """Wait for the others' next step boundary and take a place among them. Newcomers only."""
-        self.recovery.run("start", lambda: None, planned=True)
+        """Wait for the others' next step boundary, a hot spare for the next loss, and take a place among them. Newcomers only."""
+        with default_signal(signal.SIGTERM):  # it holds nothing, so whoever ends it while it waits need not wait
+            self.recovery.run("start", lambda: None, planned=True)
         resume_from(trainer, LIVE)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from lightning_ntp.errors import PlanMismatchError, PoisonBatchError, Unrecovera
 from lightning_ntp.strategy.events import LossEvent, Observers, RecoveryEvent
 from lightning_ntp.strategy.generation import Decision, Generation, Outcome
 from lightning_ntp.strategy.membership import Member
+from lightning_ntp.strategy.rendezvous import EXIT_PARKED
 from lightning_ntp.testing import Fault
 
 Done = TypeVar("Done")
@@ -53,7 +54,7 @@ class Regroup:
     """What the members of a new generation are about to do; equal on all of them.
 
     lost, joined: worker ids relative to the topology that held the state so far.
-    leavers: members that end once the others hold what they held: asked to leave, or without a role.
+    leavers: members that end once the others hold what they held: asked to leave, or without a role; `parked` are the latter.
     topology: the new one; None where nothing has been cut yet.
     words: the topology in words; `degrees` of its replicas, `healthy_degree`.
     """
@@ -62,6 +63,7 @@ class Regroup:
     lost: tuple[int, ...]
     joined: tuple[int, ...]
     leavers: tuple[int, ...] = ()
+    parked: tuple[int, ...] = ()
     topology: Any = None
     words: str = ""
     degrees: tuple[int, ...] = ()
@@ -90,7 +92,7 @@ class Job(Protocol):
     def resume(self, regroup: Regroup) -> None:
         """Bring everything else that belongs to the running step back to where this worker was in it. All members."""
 
-    def leave(self) -> None:
+    def leave(self, exit_code: int = 0) -> None:
         """End this process well: the others hold what it held. Does not return. Local."""
 
     def batch_in_words(self) -> str:
@@ -113,7 +115,9 @@ class RegionState:
     unasked: bool = False
     error: str = ""
     num_failures: int = 0
+    lost: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
 
 @dataclass
@@ -280,16 +284,18 @@ class Recovery:
         num_bytes = job.move(regroup, self.agree)
         self._turn(RecoveryPhase.RUNNING, seconds)
         self._leavers = regroup.leavers
-        region.joined += regroup.joined
+        region.lost += lost
+        region.joined += tuple(worker for worker in regroup.joined if worker not in regroup.leavers)
+        region.left += regroup.leavers
         if member.worker in regroup.leavers:
-            job.leave()
+            job.leave(EXIT_PARKED if member.worker in regroup.parked else 0)
         # Without the leavers everybody forms once more; until then nobody resumes.
         region.planned = region.unasked = bool(regroup.leavers)
         if not region.planned:
             region.undo()
             job.resume(regroup)
             self._tell(regroup, region, seconds, heard, num_bytes)
-            region.error = ""
+            region.error, region.lost, region.joined, region.left = "", (), (), ()
 
     def _advise(self, member: Member, regroup: Regroup, step: int, seconds: float) -> None:
         """Says what would follow from a loss, and raises. All survivors."""
@@ -349,8 +355,9 @@ class Recovery:
             RecoveryEvent(
                 step=0 if self.job is None else self.job.step,
                 generation=generation.number,
-                lost=regroup.lost,
+                lost=region.lost,
                 joined=region.joined,
+                left=region.left,
                 seconds=times,
                 bytes_moved=num_bytes,
                 topology=regroup.words,

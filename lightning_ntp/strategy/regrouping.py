@@ -24,6 +24,7 @@ from lightning_ntp.strategy.loading import Loading
 from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.outlook import device_spec
 from lightning_ntp.strategy.recovery import Regroup
+from lightning_ntp.strategy.rendezvous import EXIT_PARKED
 from lightning_ntp.strategy.screen import layout
 from lightning_ntp.strategy.state import rebuild
 from lightning_ntp.strategy.stepping import Stepping
@@ -78,20 +79,22 @@ class Regrouping(Stepping, Loading):
         old, members = self._topology, set(generation.members)
         known = {*old.workers, *old.spares}
         lost, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
-        going = tuple(sorted((set(generation.leaving) & members) | self._strangers(generation)))
-        staying = members - set(going)
+        strangers = self._strangers(generation)
+        going = (set(generation.leaving) & members) | strangers
+        staying = members - going
         self._must_end = self.why_end(len(staying) if staying & set(old.workers) else 0)
         if self._must_end:
-            going = ()  # they save with the others, and all end
-        told = None if self._runner is None else self._next(old, {*lost, *going} & known, set(joined) - set(going))
+            going = strangers  # the others save together, and all end
+        told = None if self._runner is None else self._next(old, {*lost, *going} & known, set(joined) - going)
         plans = {repr(plan): plan for plan in gather_everyone(told) if plan is not None}  # newcomers have no model to ask yet
         if len(plans) > 1:
             raise PlanMismatchError(f"members of generation {generation.number} plan different topologies: {sorted(plans)}")
         new = Topology.from_data(next(iter(plans.values())))
-        leavers = (*going, *new.spares)
+        parked = tuple(sorted(set(new.spares) - going))
+        leavers = (*sorted(going), *parked)
         new = replace(new, spares=tuple(sorted(leavers)))  # they hand out what they hold before they go
         degrees = tuple(replica.degree for replica in new.replicas)
-        return Regroup(generation, lost, joined, leavers, new, layout(new), degrees, new.num_roles)
+        return Regroup(generation, lost, joined, leavers, parked, new, layout(new), degrees, new.num_roles)
 
     def why_end(self, num_workers: int) -> str:
         """Why a job that goes on with so many workers has to end at the next step boundary; "" if it need not. Local."""
@@ -159,7 +162,7 @@ class Regrouping(Stepping, Loading):
         """End this process, which is no loss. Does not return. Local."""
         for logger in self.lightning_module.trainer.loggers if self.is_global_zero else ():
             logger.finalize("success")
-        self._own_member().leave()
+        self._own_member().leave(frees_role=exit_code != EXIT_PARKED)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)  # an exception would run the user's on_exception hooks, which may wait for workers that have gone on

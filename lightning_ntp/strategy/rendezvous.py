@@ -40,6 +40,10 @@ EXIT_SAVED = 78
 """A worker, and with it the job, ends with this code when its state is saved, as it was asked to leave or has lost too many
 others to go on: requeue it."""
 
+EXIT_PARKED = 79
+"""A worker for which the topology has no role ends with this code once others hold what it held. The supervisor starts a fresh
+process in its place, which waits for the next loss as a hot spare."""
+
 LOOPBACK = "127.0.0.1:0"
 """Where a store listens unless told otherwise: nobody outside this machine can reach it; port 0 = any free one."""
 
@@ -208,6 +212,17 @@ def put_json(store: dist.Store, key: str, value: Any) -> None:
 def get_json(store: dist.Store, key: str) -> Any:
     """Reads the JSON value of `key`, waiting for it to appear (as long as the store's timeout)."""
     return json.loads(store.get(key))
+
+
+def await_json(store: dist.Store, key: str) -> Any:
+    """`get_json` that outlasts the store's timeout: a hot spare may wait for days. ``DistNetworkError`` if the store is gone."""
+    while True:
+        try:
+            return get_json(store, key)
+        except dist.DistNetworkError:
+            raise
+        except dist.DistStoreError:
+            continue
 
 
 def peek_json(store: dist.Store, key: str) -> Any:

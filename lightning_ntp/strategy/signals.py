@@ -5,9 +5,27 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+
+@contextmanager
+def default_signal(number: int) -> Iterator[None]:
+    """Inside, the signal does what the system does with it, at once: Python's handlers wait for calls into C to return.
+
+    Outside the main thread Python cannot change it; then this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from lightning_ntp.strategy.job_log import LossReport, last_lines
 from lightning_ntp.strategy.node_board import NodeBoard, NodeState
 from lightning_ntp.strategy.respawn import Place
 from lightning_ntp.strategy.signals import SignalWatch
-from lightning_ntp.strategy.supervisor_base import ENDED_WELL, SupervisorBase
+from lightning_ntp.strategy.supervisor_base import ENDED_WELL, FINISHED, SupervisorBase
 from lightning_ntp.strategy.supervisor_config import place_environ
 from lightning_ntp.strategy.worker_process import WorkerProcess, shell_code
 
@@ -166,6 +166,8 @@ class Supervisor(SupervisorBase):
         if ended.exit_code in ENDED_WELL:
             if self._coordinator is not None:
                 self._coordinator.finish(worker)
+                if ended.exit_code == rendezvous.EXIT_PARKED and self._ending is None and self.config.respawn.max_respawns:
+                    self._add_worker(self._coordinator, self._places[worker], waits=True)
             return
         if self._coordinator is not None and self._is_loss(worker, ended.exit_code):
             self._lose(self._coordinator, {worker: str(ended)}, last_words)
@@ -246,7 +248,7 @@ class Supervisor(SupervisorBase):
             self._fill_places(coordinator, now_seconds)
         if coordinator.active or not self._ended or self._ending is not None:
             return
-        if any(each.exit_code in ENDED_WELL for each in self._ended):
+        if any(each.exit_code in FINISHED for each in self._ended):
             self._end("all members have ended", self._code_of_losses(), signal.SIGTERM, 0.0, told=True)
         else:
             self._end("all workers are lost", self._code_of_losses(), signal.SIGTERM, 0.0, told=True)
@@ -272,13 +274,13 @@ class Supervisor(SupervisorBase):
             self._book.postpone(place, now_seconds)
         return probe.answer
 
-    def _add_worker(self, coordinator: Coordinator, place: Place) -> None:
+    def _add_worker(self, coordinator: Coordinator, place: Place, waits: bool = False) -> None:
         worker = max(self._places) + 1
         self._places[worker] = place
         self._note_places()
-        self._log.event("respawn", worker=worker, node=place[0], slot=place[1])
+        self._log.event("spare" if waits else "respawn", worker=worker, node=place[0], slot=place[1])
         self._start(worker)
-        coordinator.expect(worker)
+        coordinator.expect(worker, waits)
 
     def _note_event(self, event: Event) -> None:
         self._log.event(event.kind, generation=event.generation, workers=event.workers, why=event.why)

@@ -26,7 +26,8 @@ _log = logging.getLogger(__name__)
 GOODBYE_SECONDS = 3.0
 """So long the store outlives the last worker, for the other nodes to read that the job has ended."""
 
-ENDED_WELL = (0, rendezvous.EXIT_SAVED)
+FINISHED = (0, rendezvous.EXIT_SAVED)
+ENDED_WELL = (*FINISHED, rendezvous.EXIT_PARKED)
 
 
 class SupervisorBase:
@@ -145,12 +146,13 @@ class SupervisorBase:
         by_signal = self._ending.told and self._ending.exit_code != rendezvous.EXIT_TOO_MANY_RECOVERIES
         if by_signal and any(each.exit_code == rendezvous.EXIT_SAVED for each in self._ended):
             self._ending.exit_code = rendezvous.EXIT_SAVED
-        return conclude(self._ending, self._ended, self._failed_alone, self._reports, self.world_size, self._write)
+        ended = [each for each in self._ended if each.exit_code != rendezvous.EXIT_PARKED]
+        return conclude(self._ending, ended, self._failed_alone, self._reports, self.world_size, self._write)
 
     def _code_of_losses(self) -> int:
         """Without a failure: 0 or EXIT_SAVED, unless every worker was lost."""
         codes = [each.exit_code for each in self._ended]
-        well = [code for code in codes if code in ENDED_WELL]
+        well = [code for code in codes if code in FINISHED]
         if well or not codes:
             return well[-1] if well else 0
         self._write(f"[supervisor] all {len(codes)} workers are lost.\n".encode())

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.goodput_merge import read_run
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.fsdp import local_of
 from lightning_ntp.strategy.integrity import check_integrity, why_not_comparable
@@ -94,13 +95,17 @@ def test_a_bit_that_flips_in_a_fit_is_named_and_put_right_before_the_next_step(t
 
 def test_with_two_replicas_a_flipped_bit_ends_the_fit_and_names_both(tmp_path: Path) -> None:
     strategy, faults = {"replica_sizes": [2, 1]}, FaultScript(flip(2, 2))
-    run = Run(tmp_path, faults, workers=3, strategy=strategy, recovery={"integrity_every_n_steps": 2}, code=1)
+    options = {"recovery": {"integrity_every_n_steps": 2}, "log": True, "default_root_dir": str(tmp_path)}
+    run = Run(tmp_path, faults, workers=3, strategy=strategy, code=1, **options)
     assert max(line["step"] for line in run.lines("step")) == 3  # found by the check after step 4
     assert {(*line["damaged"], line["at"], line["since"], line["repaired"]) for line in run.lines("damaged")} == {(4, 2, 0)}
     said = run.job.printed.decode()
     assert "SilentCorruptionError: after step 4 copies of the same state differ (looked at before: after step 2):" in said
     assert "worker 0 (r0/tp0) | worker 2 (r1/tp0) differ, and there is no majority to tell who is right" in said
     assert "a checkpoint of step 2 or before is free of it" in said
+    [folder] = (tmp_path / "ntp_logs").iterdir()
+    damage = next(event for event in read_run(folder).events if event["event"] == "damage")
+    assert (damage["step"], damage["num_places"], damage["num_repaired"]) == (4, 1, 0) and PARAMETER in damage["why"]
 
 
 def test_a_recovery_is_followed_by_a_check_even_if_none_was_asked_for(tmp_path: Path) -> None:

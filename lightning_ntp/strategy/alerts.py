@@ -76,6 +76,8 @@ def recovery_alerts(event: RecoveryEvent, why: str, job: str) -> list[Alert]:
     if event.lost:
         found.append(Alert("loss", f"lost worker {_listed(event.lost)}", f"{why}; step {event.step}", job))
         found.append(Alert("recovery", "training goes on", text, job))
+    if event.left:
+        found.append(Alert("recovery", f"worker {_listed(event.left)} has left", text, job))
     if event.joined:
         found.append(Alert("rejoin", f"worker {_listed(event.joined)} is back", text, job))
     return found

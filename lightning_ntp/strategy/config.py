@@ -52,8 +52,9 @@ class RecoveryConfig:
             share, is refused: it is not built.
         hang_seconds: a worker that makes no progress for this long counts as lost; more than the longest stretch of a run in
             which workers wait for one that computes or writes alone.
-        min_workers: with fewer of them the fit is saved at the next step boundary and the job ends, with exit code 78.
+        min_workers: with fewer of them at work the fit is saved at the next step boundary and the job ends, with exit code 78.
         max_respawns: replacements that are started for lost workers over the whole job; they join the running fit.
+            Hot spares do not count; with 0 there are none, as no process is ever started.
         integrity_every_n_steps: how often replicas compare the bits of their state, beside the comparison after each recovery;
             None: never. With three or more copies the one that differs is named and overwritten, with two the job ends.
         checkpoint: how the last resort is written.

@@ -27,8 +27,8 @@ from lightning_ntp.topology import Topology
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_MAX_ELEMENTS = 2**22
-"""So many elements are summed at once: their sums need 16 bytes of each for a moment."""
+_MAX_ELEMENTS = 2**18
+"""So many elements are summed at once: what they need for it, 16 bytes each, fits into caches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def test_a_replacement_is_taken_in_at_a_step_boundary(tmp_path: Path) -> None:
 
 def test_a_worker_without_a_role_waits_and_replaces_the_next_loss_in_its_replica(tmp_path: Path) -> None:
     """2x2 -> 2x1 and a hot spare, which holds nothing and disturbs nobody until it is needed."""
-    options = {"workers": 6, "strategy": {"replica_sizes": [[2, 2], [1, 2]]}, "max_rows": 2, "max_epochs": 10}
+    options = {"workers": 6, "strategy": {"replica_sizes": [[2, 2], [1, 2]]}, "max_rows": 2, "max_epochs": 7}
     run = Run(tmp_path, FaultScript(kill(1, "sync", 1), kill(2, "sync", 5)), max_respawns=1, max_losses_per_place=1, **options)
     told = {line["recovered"]: line for line in run.lines("recovered") if line["worker"] == 4}
     first, second, back = (told[generation] for generation in sorted(told))
@@ -121,12 +121,14 @@ def test_fewer_workers_than_the_minimum_end_with_the_state_saved(tmp_path: Path)
     saved = tmp_path / "saved-before-leaving.ckpt"
     Manifest.read(saved).check(saved)
     assert max(line["step"] for line in run.lines("step")) == 4  # with three it went on; the step that cost the next one was done first
-    assert "2 workers are left, and min_workers is 3: the fit is saved in" in run.job.printed.decode()
+    said = run.job.printed.decode()
+    assert f"[ntp] 2 workers are left, and min_workers is 3: the fit is saved in {saved}; go on with ckpt_path=" in said
+    assert "[supervisor] all members have ended; the job of 4 workers has ended." in said
 
 
 def test_advice_says_what_would_follow_and_ends_the_job(tmp_path: Path) -> None:
     run = Run(tmp_path, FaultScript(kill(1, "sync", 2)), workers=4, strategy={"replica_sizes": [2, 2]}, recovery={"advise": True}, code=1)
     assert max(line["step"] for line in run.lines("step")) == 1 and not run.lines("recovered")
     said = run.job.printed.decode()
-    assert "[ntp] advise=True: workers [1] are lost. step 2 would run again on 2 replicas" in said
+    assert "[ntp] advise=True: workers [1] are lost. step 2 would run again on 2 replica(s) of fsdp x tp: 1x1, 1x2" in said
     assert "UnrecoverableError: advise=True" in said

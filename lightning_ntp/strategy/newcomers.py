@@ -10,7 +10,6 @@ Until its first step it is alone: Lightning's messages at the start of a fit are
 from __future__ import annotations
 
 import io
-import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ from lightning_ntp.strategy.saving import Saving
 from lightning_ntp.strategy.signals import default_signal
 from lightning_ntp.strategy.takeover import adopt_versions, versions
 from lightning_ntp.topology import Topology
-
-_log = logging.getLogger(__name__)
 
 VERSIONS = "ntp_logger_versions"
 """Key of a briefing."""
@@ -69,7 +66,8 @@ class Newcomers(Regrouping, Saving):
         trainer.save_checkpoint(path)
         self.on_train_end()
         if self.is_global_zero:
-            _log.warning("%s: the fit is saved in %s; go on with ckpt_path=%r", self._must_end, path, str(path))
+            words = f"{self._must_end}: the fit is saved in {path}; go on with ckpt_path={str(path)!r}"
+            self._own_member().tell("saved", [words], path=str(path), step=self._held_step)
         self.leave(rendezvous.EXIT_SAVED)
 
     def park(self, groups: Groups) -> None:

@@ -250,7 +250,7 @@ class Supervisor(SupervisorBase):
             return
         if any(each.exit_code in FINISHED for each in self._ended):
             self._end("all members have ended", self._code_of_losses(), signal.SIGTERM, 0.0, told=True)
-        else:
+        elif self._live <= coordinator.pending | coordinator.waiting:  # else some have left, and are about to exit
             self._end("all workers are lost", self._code_of_losses(), signal.SIGTERM, 0.0, told=True)
 
     def _fill_places(self, coordinator: Coordinator, now_seconds: float) -> None:

@@ -4,12 +4,14 @@ First on a bare model, then in ``trainer.fit``, where a fault script plants it.
 """
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.goodput_merge import read_run
+from lightning_ntp.strategy import integrity
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.fsdp import local_of
 from lightning_ntp.strategy.integrity import check_integrity, why_not_comparable
@@ -41,12 +43,15 @@ def planted(rank, world, flip):
         bits = local_of(tensor).reshape(-1).view(torch.int64)
         bits[len(bits) // 2] ^= 1 << 3
     found = check_integrity(job.sharded, [job.optimizer])
+    with patch.multiple(integrity, _MAX_SUMS=50, _MAX_ELEMENTS=40):
+        piecemeal = check_integrity(job.sharded, [job.optimizer])
     mended = check_integrity(job.sharded, [job.optimizer], repair=True)
     after = check_integrity(job.sharded, [job.optimizer])
     return {
         "before": before.damages,
         "places": [(d.fqn, d.label, d.culprits) for d in found.damages],
         "words": [str(d) for d in found.damages],
+        "piecemeal": piecemeal.damages == found.damages,
         "culprits": found.culprits,
         "repaired": mended.num_repaired,
         "after": len(after.damages),
@@ -60,6 +65,7 @@ def test_a_flipped_bit_is_found_named_and_mended(pool, name):
     for rank, report in enumerate(pool.run(planted, sum(f * t for f, t in shapes), FLIPS[name], timeout=90.0)):
         assert report["before"] == ()
         assert report["places"] == [(fqn, label, culprits)]
+        assert report["piecemeal"]
         assert report["culprits"] == culprits
         assert report["repaired"] == report["same"] * bool(culprits) == bool(culprits) or rank != worker
         assert report["after"] == (0 if culprits else 1)

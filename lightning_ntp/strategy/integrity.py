@@ -30,6 +30,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_ELEMENTS = 2**18
 """So many elements are summed at once: what they need for it, 16 bytes each, fits into caches."""
 
+_MAX_SUMS = 2**20
+"""After so many sums they are compared: a large model has millions."""
+
+_Part = tuple[ParamSpec, str, torch.Tensor]
+"""A tensor's parameter, its label, and what this worker holds of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Damage:
@@ -116,32 +122,46 @@ def check_integrity(
     """
     tensors = list(_tensors(sharded, optimizers))
     grids = {spec.fqn: _Grid.of(spec, sharded.groups.topology) for spec in sharded.plan.params}
-    device = sharded.groups.device_type
-    at = sharded.coordinates
+    damages: list[Damage] = []
+    run: list[_Part] = []
+    num_sums = 0
+    for number, part in enumerate(tensors, start=1):
+        run.append(part)
+        num_sums += grids[part[0].fqn].num_places
+        if num_sums >= _MAX_SUMS or number == len(tensors):
+            damages += _differences(sharded, run, grids)
+            run, num_sums = [], 0
+    report = IntegrityReport(tuple(damages))
+    return _repair(sharded, report, tensors) if repair and damages else report
+
+
+def _differences(sharded: ShardedModel, parts: Sequence[_Part], grids: Mapping[str, _Grid]) -> list[Damage]:
+    """Where copies of these tensors differ; the same on all workers. Collective over all workers with a role."""
+    at, groups = sharded.coordinates, sharded.groups
     sums, holds = [], []
-    for spec, _, local in tensors:
+    for spec, _, local in parts:
         own, mask = grids[spec.fqn].sums(local, spec.cell(at))
         sums.append(own.reshape(-1))
         holds.append(mask.reshape(-1))
     mine, held = torch.cat(sums), torch.cat(holds)
     # ``-1 - x`` turns the order of all 64-bit numbers round, so that one maximum gives the smallest and the largest.
     lowest = torch.full_like(mine, torch.iinfo(torch.int64).min)
-    both = torch.stack([torch.where(held, mine, lowest), torch.where(held, -1 - mine, lowest)]).to(device)
-    max_in_place(both, sharded.groups.live)
-    wrong = (both[0] != -1 - both[1]).nonzero().reshape(-1)
-    if not len(wrong):
-        return IntegrityReport(())
-    everyone = gather_live({int(i): int(mine[i]) for i in wrong if held[i]}, sharded.groups)
-    workers = sharded.groups.topology.workers
+    both = torch.stack([torch.where(held, mine, lowest), torch.where(held, -1 - mine, lowest)]).to(groups.device_type)
+    max_in_place(both, groups.live)
+    wrong = (both[0] != -1 - both[1]).nonzero().reshape(-1).tolist()
+    if not wrong:
+        return []
+    everyone = gather_live({place: int(mine[place]) for place in wrong if held[place]}, groups)
     damages = []
-    for place in map(int, wrong):
-        values = {worker: found[place] for worker, found in zip(workers, everyone, strict=True) if place in found}
+    for place in wrong:
+        values = {
+            worker: found[place] for worker, found in zip(groups.topology.workers, everyone, strict=True) if place in found
+        }
         number, offset = _locate(place, [part.numel() for part in sums])
-        spec, label, _ = tensors[number]
+        spec, label, _ = parts[number]
         rows, columns = grids[spec.fqn].place(offset)
-        damages.append(Damage(spec.fqn, label, rows, columns, _culprits(values), values, sharded.groups.topology))
-    report = IntegrityReport(tuple(damages))
-    return _repair(sharded, report, tensors) if repair else report
+        damages.append(Damage(spec.fqn, label, rows, columns, _culprits(values), values, groups.topology))
+    return damages
 
 
 def _culprits(values: Mapping[int, int]) -> tuple[int, ...]:
@@ -157,9 +177,7 @@ def _locate(place: int, sizes: Sequence[int]) -> tuple[int, int]:
     raise IndexError(place)
 
 
-def _tensors(
-    sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]
-) -> Iterator[tuple[ParamSpec, str, torch.Tensor]]:
+def _tensors(sharded: ShardedModel, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[_Part]:
     """(spec, label, local tensor), in one order on all workers."""
     for spec, parameter in sharded.parameters():
         yield spec, "", local_of(parameter)
@@ -185,6 +203,11 @@ class _Grid:
         cuts = sorted({0, spec.matrix_shape[1 - line_dim], *(edge for span in spans for edge in (span.start, span.stop))})
         segments = tuple(Span(a, b) for a, b in pairwise(cuts))
         return cls(line_dim, spec.matrix_shape[line_dim], segments)
+
+    @property
+    def num_places(self) -> int:
+        """Sums over a whole parameter."""
+        return self.num_lines * len(self.segments)
 
     def sums(self, local: torch.Tensor, cell: Cell) -> tuple[torch.Tensor, torch.Tensor]:
         """(lines, segments) int64: this worker's sums, and whether it holds the place."""
@@ -224,9 +247,7 @@ def _indices(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
-def _repair(
-    sharded: ShardedModel, report: IntegrityReport, tensors: Sequence[tuple[ParamSpec, str, torch.Tensor]]
-) -> IntegrityReport:
+def _repair(sharded: ShardedModel, report: IntegrityReport, tensors: Sequence[_Part]) -> IntegrityReport:
     """Culprits get the bits of the lowest worker of the majority. Collective over all workers with a role."""
     groups = sharded.groups
     workers, me, at = groups.topology.workers, groups.worker, sharded.coordinates

@@ -9,17 +9,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_ntp.errors import ConfigError
+from lightning_ntp.errors import ConfigError, SilentCorruptionError
 from lightning_ntp.goodput_merge import read_run
 from lightning_ntp.strategy import integrity
 from lightning_ntp.strategy.config import RecoveryConfig
+from lightning_ntp.strategy.damage import flip_bit
 from lightning_ntp.strategy.fsdp import local_of
 from lightning_ntp.strategy.integrity import check_integrity, why_not_comparable
 from lightning_ntp.testing import Fault, FaultScript
 from lightning_ntp.topology import Topology
+from tests import lightning_jobs as jobs
 from tests.engine import ShardedJob
 from tests.models import batch, tiny
 from tests.survival import Run
+from tests.test_manual_optimization import Alternating
 
 # shapes, worker, parameter, label, and the culprits that must be named
 FLIPS = {
@@ -130,10 +133,37 @@ def test_a_worker_may_be_lost_in_the_check_itself(tmp_path: Path) -> None:
     assert not run.lines("damaged") and {line["phase"] for line in run.lines("lost")} == {"integrity", "step"}
 
 
+class Flipping(Alternating):
+    """One worker's copy is damaged before the third step."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            flip_bit(self.named_parameters(), flip(1, 2))
+
+
+def flipped_by_hand(rank, world):
+    recovery = RecoveryConfig(integrity_every_n_steps=1)
+    with jobs.as_worker(rank, world):
+        trainer = jobs.trainer(jobs.ntp(replica_sizes=[1, 1], recovery=recovery), world)
+        with pytest.raises(SilentCorruptionError) as caught:
+            trainer.fit(Flipping(), jobs.loader(16, 2))
+        return str(caught.value)
+
+
+def test_manual_steps_are_checked_as_well_and_without_a_supervisor(pool):
+    for said in pool.run(flipped_by_hand, 2):
+        assert said.startswith("after step 3 copies of the same state differ (looked at before: after step 2):")
+        assert f"{PARAMETER}  rows[0:1) columns" in said and "worker 0 (r0/tp0) | worker 1 (r1/tp0) differ" in said
+
+
 def test_what_cannot_be_compared_is_not_taken_for_damage() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     fused = torch.optim.AdamW([parameter], fused=True)
     assert "fused=True on CPU" in why_not_comparable([torch.optim.SGD([parameter]), fused], torch.device("cpu"))
     assert why_not_comparable([fused], torch.device("cuda")) == why_not_comparable([], torch.device("cpu")) == ""
+    strategy = jobs.ntp(recovery=RecoveryConfig(integrity_every_n_steps=5))
+    strategy.optimizers = [fused]
+    with pytest.raises(ConfigError, match="integrity_every_n_steps needs copies that have the same bits: fused=True on CPU"):
+        strategy.check_inspectable()
     with pytest.raises(ConfigError, match="integrity_every_n_steps is 1 or more, or None, got 0"):
         RecoveryConfig(integrity_every_n_steps=0)

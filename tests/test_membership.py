@@ -240,6 +240,11 @@ class Bench:
             rendezvous.put_json(self.store, f"join/{number}/{worker}", worker * 10)
             self.store.add(f"joined/{number}", 1)
 
+    def leave(self, worker: int, frees_role: bool) -> None:
+        rendezvous.put_json(self.store, f"left/{worker}", frees_role)
+        self.store.add("leaves", 1)
+        self.coordinator.tick()
+
     def beat(self, worker: int, beats: int, progress: int = 0, phase: str = "step") -> None:
         sign = {"beats": beats, "progress": progress, "phase": phase}
         rendezvous.put_json(self.store, f"heartbeat/{worker}", sign)
@@ -293,20 +298,47 @@ def test_coordinator_calls_members_together_for_a_newcomer(hosted: tuple[dist.St
 
 
 def test_coordinator_lets_a_hot_spare_wait_until_a_role_is_free(hosted: tuple[dist.Store, object]) -> None:
-    bench = Bench(hosted[0], 3)
-    bench.join(0, 1, 2)
+    bench = Bench(hosted[0], 4)
+    bench.join(0, 1, 2, 3)
     bench.coordinator.tick()
-    bench.coordinator.expect(3, waits=True)
-    bench.join(3, generation=2)
+    bench.leave(3, frees_role=False)
+    bench.coordinator.expect(4, waits=True)
+    bench.join(4, generation=2)
     bench.coordinator.tick()
     assert not bench.store.check(["regroup/1"]), "nobody is disturbed for it"
     bench.coordinator.lose({2: "gone"})
-    bench.join(0, 1, 3)
+    bench.join(0, 1, 4)
     bench.coordinator.tick()
     assert bench.world(2) == [0, 1] and not bench.store.check(["regroup/2"])
-    bench.join(3, generation=3)
+    bench.join(4, generation=3)
     bench.coordinator.tick()
     assert bench.store.check(["regroup/2"]), "at the next step boundary it is taken in"
+
+
+def test_coordinator_calls_hot_spares_again_when_there_are_more_than_found_no_role(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 3)
+    bench.join(0, 1, 2)
+    bench.coordinator.tick()
+    bench.leave(2, frees_role=False)
+    bench.coordinator.expect(3)
+    bench.join(3, generation=2)
+    bench.coordinator.tick()
+    bench.store.add("regrouping/1", 1)
+    bench.coordinator.tick()
+    bench.join(0, 1, 3)
+    bench.coordinator.tick()
+    assert bench.world(2) == [0, 1, 3]
+    bench.leave(3, frees_role=False)  # alone it was of no use
+    for spare in (4, 5):
+        bench.coordinator.expect(spare, waits=True)
+        bench.join(spare, generation=3)
+        bench.coordinator.tick()
+        assert bench.store.check(["regroup/2"]) is (spare == 5)
+    bench.store.add("regrouping/2", 1)
+    bench.coordinator.tick()
+    bench.join(0, 1, 4, 5)
+    bench.coordinator.tick()
+    assert bench.world(3) == [0, 1, 4, 5]
 
 
 @pytest.mark.parametrize("frees_role", [True, False])
@@ -318,9 +350,7 @@ def test_coordinator_calls_hot_spares_for_the_role_of_a_member_that_leaves(
     bench.coordinator.tick()
     bench.coordinator.expect(2, waits=True)
     bench.join(2, generation=2)
-    rendezvous.put_json(bench.store, "left/1", frees_role)
-    bench.store.add("leaves", 1)
-    bench.coordinator.tick()
+    bench.leave(1, frees_role)
     assert bench.coordinator.active == {0} and bench.store.check(["regroup/1"]) is frees_role
 
 

@@ -104,7 +104,8 @@ class DoubtState:
 class Coordinator:
     """The membership of one job. `workers` are the ids that the first generation waits for.
 
-    pending: newcomers, taken in at a step boundary. waiting: hot spares, which become newcomers when a role is free.
+    pending: newcomers, taken in at a step boundary. waiting: hot spares, which become newcomers when a role is free, or when more
+    are at the door than have found none: two may fill a row or a replica for which one was too few.
     """
 
     store: dist.Store
@@ -122,13 +123,15 @@ class Coordinator:
     _left: set[int] = field(default_factory=set)
     _signs: dict[int, LifeSignState] = field(default_factory=dict)
     _forming_since: float = 0.0
-    _newcomers_since: dict[int, float] = field(default_factory=dict)
     _stuck_since: float | None = None
     _doubt: DoubtState | None = None
     _num_leaves: int = 0
     _leaving: set[int] = field(default_factory=set)
     _to_call: bool = False
     _takes_newcomers: bool = True
+    _num_taken: int = 0  # newcomers in the current generation
+    _num_parked: int = 0  # workers that have left it since there is no role for them
+    _num_in_vain: int = 0  # so many at once have found no role since one has become free
     deadline: HangDeadline = field(init=False)
 
     def __post_init__(self) -> None:
@@ -143,10 +146,9 @@ class Coordinator:
     def expect(self, worker: int, waits: bool = False) -> None:
         """A new worker has been started; it is taken in when it has joined, at a step boundary of the others.
 
-        waits: not before somebody is lost or has left.
+        waits: it, or somebody in its place, has found no role.
         """
         (self.waiting if waits else self.pending).add(worker)
-        self._newcomers_since[worker] = self.clock()
 
     def finish(self, worker: int) -> None:
         """A worker has ended well: no loss, unless the others still wait for it (see `tick`)."""
@@ -210,6 +212,9 @@ class Coordinator:
                 self._forget(worker)
                 if frees_role:
                     self._call_spares()
+                else:
+                    self._num_parked += 1
+                    self._num_in_vain = max(self._num_in_vain, self._num_taken, self._num_parked)
             elif worker not in self._leaving and (why := peek_json(self.store, f"leave/{worker}")) is not None:
                 self._leaving.add(worker)
                 self._to_call = True
@@ -220,6 +225,8 @@ class Coordinator:
         self._num_leaves = num_leaves
 
     def _call_spares(self) -> None:
+        """A role is free."""
+        self._num_in_vain = 0
         self.pending |= self.waiting
         self.waiting.clear()
 
@@ -241,7 +248,6 @@ class Coordinator:
         self.pending.discard(worker)
         self.waiting.discard(worker)
         self._signs.pop(worker, None)
-        self._newcomers_since.pop(worker, None)
 
     def _break(self, workers: tuple[int, ...], why: str) -> None:
         broken = self.generation
@@ -294,6 +300,7 @@ class Coordinator:
         survivors = sorted(joined & set(self._members))
         members = (*survivors, *sorted(joined - set(survivors)))
         infos = tuple(get_json(self.store, f"join/{self.generation}/{worker}") for worker in members)
+        self._num_taken, self._num_parked = len(joined - self.active), 0
         self.active |= joined
         self.pending -= joined
         self._members, self._left, self.forming = members, set(), False
@@ -314,10 +321,14 @@ class Coordinator:
         if self._to_call:
             self._to_call = False
             put_json(self.store, f"regroup/{self.generation}", True)
-        if not self.pending or self.store.check([f"regroup/{self.generation}"]):
+        newcomers = self.pending | self.waiting
+        if not newcomers or self.store.check([f"regroup/{self.generation}"]):
             return
-        if any(self.store.check([f"join/{self.generation + 1}/{worker}"]) for worker in self.pending):
+        door = {worker for worker in newcomers if self.store.check([f"join/{self.generation + 1}/{worker}"])}
+        if door & self.pending or len(door) > self._num_in_vain:
             put_json(self.store, f"regroup/{self.generation}", True)
+            self.pending |= door
+            self.waiting -= door
 
     def _silent(self, now_seconds: float) -> dict[int, str]:
         """Workers without a sign of life for too long. Before its first sign a worker is starting."""

@@ -18,15 +18,16 @@ from lightning_ntp.dtensor.checkpoint_files import local_path, put_in_place
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import checkpointing, pretrained
 from lightning_ntp.strategy._lightning_private import (
+    before_clearing,
     begin_epoch_anew,
     epoch_counts,
-    forget_first_log,
     on_first_log,
+    stop_watching,
     training_results,
 )
 from lightning_ntp.strategy.base import StrategyBase
 from lightning_ntp.strategy.config import CheckpointConfig
-from lightning_ntp.strategy.metric_state import restore_metrics, starter, totals
+from lightning_ntp.strategy.metric_state import LoggedSums, present_sums, restore_metrics, starter, totals
 from lightning_ntp.strategy.pretrained import DESCRIPTION, JOB, PREFIX
 from lightning_ntp.strategy.resume import rewrite_counters
 from lightning_ntp.strategy.saver import Save, Saver
@@ -81,9 +82,10 @@ class Saving(StrategyBase):
         """Called by Lightning before the first batch."""
         trainer = self.lightning_module.trainer
         begin_epoch_anew(trainer)
+        results, self.logged_sums = training_results(trainer), LoggedSums()
+        before_clearing(results, lambda: self.note_logged(epoch_counts(trainer).position))
         if (start := self._resumed_epoch) is not None:
             epoch, self._resumed_epoch = trainer.current_epoch, None
-            results = training_results(trainer)
             on_first_log(results, lambda key, metric: start(key, metric) if trainer.current_epoch == epoch else None)
 
     def on_train_end(self) -> None:
@@ -95,7 +97,7 @@ class Saving(StrategyBase):
         if self._saver is not None:
             self._saver.abandon()
         if self._runner is not None:  # a process that only launches workers has no loops
-            forget_first_log(training_results(self.lightning_module.trainer))
+            stop_watching(training_results(self.lightning_module.trainer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint that any topology can load.
@@ -230,10 +232,12 @@ class Saving(StrategyBase):
             rewrite_counters(fit_loop, counts.position)
 
     def _say_logged(self, checkpoint: dict[str, Any]) -> None:
-        """What the running epoch has logged so far. Collective over all workers with a role."""
+        """What the epoch had logged at the position that the checkpoint names. Collective over all workers with a role."""
         trainer = self.lightning_module.trainer
-        if trainer.state.fn == "fit" and (counts := epoch_counts(trainer)).is_exact and counts.position.batches:
-            checkpoint[JOB][LOGGED] = totals(self.lightning_module, training_results(trainer), self.control)
+        if trainer.state.fn != "fit" or not (position := epoch_counts(trainer).position).batches:
+            return
+        sums = self.logged_sums.at(position) or present_sums(self.lightning_module, training_results(trainer))
+        checkpoint[JOB][LOGGED] = totals(sums, self.control)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, once the save that is under way has made a newer one."""

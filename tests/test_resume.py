@@ -8,12 +8,16 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch.utils.data import DataLoader, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import SumMetric
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.strategy.data import LoaderPlan, rebuild_loader
 from lightning_ntp.strategy.resume import DataPosition, EpochCounts, Resumable, Start, rewrite_counters
 from lightning_ntp.strategy.sampler import global_order
+from lightning_ntp.topology import Topology
 from tests import lightning_jobs as jobs
 
 SIZE, BATCH = 29, 4
@@ -172,9 +176,32 @@ class SaveAt(L.Callback):
         self._save(trainer, "end")
 
 
+class KnowsWhere(jobs.SampleStream):
+    """A stream with a state, as torchdata's loader asks for one."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        while self.at < len(self.samples):
+            self.at += 1
+            yield self.samples[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 def _loader(kind: str) -> DataLoader:
     if kind == "stream":
         return DataLoader(jobs.SampleStream(SIZE), batch_size=BATCH)
+    if kind == "stateful map":
+        torch.seed()  # no two processes have drawn the same before
+        return StatefulDataLoader(jobs.Samples(SIZE), BATCH, shuffle=True)
+    if kind == "stateful stream":
+        return StatefulDataLoader(KnowsWhere(SIZE), BATCH)
     # A worker of the pool would by default start a fork server for them, in which each imports torch: minutes per run.
     readers = {"num_workers": 2, "multiprocessing_context": "fork"} if kind == "workers" else {}
     return jobs.loader(SIZE, BATCH, shuffle=True, **readers)
@@ -267,9 +294,30 @@ def test_another_number_of_data_rows_goes_on_with_the_next_sample(pool, tmp_path
     assert [entry[:3] for entry in resumed[0]["record"]] == [[0, 1, 2], [0, 2, 3], [1, 0, 4], [1, 1, 5], [1, 2, 6]]
 
 
+@pytest.mark.parametrize("kind", ["stateful map", pytest.param("stateful stream", marks=pytest.mark.full)])
+def test_torchdatas_loader_goes_on_inside_an_epoch(pool, tmp_path, kind):
+    options = {"max_epochs": 2}
+    whole = pool.run(_run, *SAME, kind, options, f"file://{tmp_path}", ("batch-0-1",), None)
+    resumed = pool.run(_run, *OTHER, kind, options, "", (), f"file://{tmp_path}/batch-0-1.ckpt")
+    assert resumed[0]["record"][0][:2] == [0, 2]
+    _assert_same_end(resumed, whole, kind)
+
+
+def test_a_position_given_to_torchdatas_loader_is_refused() -> None:
+    used = StatefulDataLoader(jobs.Samples(SIZE), BATCH)
+    next(iter(used))
+    resumed = StatefulDataLoader(jobs.Samples(SIZE), BATCH)
+    plan = LoaderPlan(Topology.from_shapes([(1, 1)]), 0, 5, 1, training=True)
+    assert len(rebuild_loader(resumed, plan)) == -(-SIZE // BATCH)
+    resumed.load_state_dict(used.state_dict())
+    with pytest.raises(ConfigError, match=r"was given a position by load_state_dict.* Trainer.fit\(ckpt_path=\.\.\.\)"):
+        rebuild_loader(resumed, plan)
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("order", [1, -1], ids=["forwards", "backwards"])
 @pytest.mark.parametrize("kind", ["map", "stream", "workers"])
-def test_resumed_at_every_point(pool, tmp_path, kind):
-    for names in (tuple(STARTS), tuple(STARTS)[::-1]):
-        _resume_from_all(pool, tmp_path, kind, names)
+def test_resumed_at_every_point(pool, tmp_path, kind, order):
+    """Backwards the topologies take turns the other way, so that each point is tried on both."""
+    _resume_from_all(pool, tmp_path, kind, tuple(STARTS)[::order])

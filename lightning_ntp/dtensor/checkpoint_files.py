@@ -130,12 +130,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """A checkpoint's path.
+    """A checkpoint's path, which fsspec's name for local files may precede: ``file:///folder``.
 
     Raises:
-        ConfigError: an URL; object stores have no rename, by which a save is complete or absent.
+        ConfigError: another URL; object stores have no rename, by which a save is complete or absent.
     """
-    if "://" in str(path):
+    scheme, mark, rest = str(path).partition("://")
+    if mark and scheme in ("file", "local"):
+        return Path(rest)
+    if mark:
         raise ConfigError(f"checkpoints are folders on a (shared, mounted) file system, and {str(path)!r} is a URL; mount the bucket or copy")
     return Path(path)
 

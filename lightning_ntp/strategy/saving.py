@@ -115,7 +115,7 @@ class Saving(StrategyBase):
 
         Collective over all workers with a role.
         """
-        local_path(filepath)
+        place = local_path(filepath)
         make = self._file_save if self._wants_file(storage_options) else self._folder_save
         trainer = self.lightning_module.trainer
         fitting = trainer.state.fn == "fit" and (trainer.training or trainer.validating)
@@ -125,7 +125,7 @@ class Saving(StrategyBase):
         def save() -> str | None:
             self.saver.settle()
             self._say_logged(checkpoint)
-            target, token = self.broadcast((str(filepath), secrets.token_hex(4)))
+            target, token = self.broadcast((str(place), secrets.token_hex(4)))
             self.recovery.fire("checkpoint")
             self.saver.start(make(Path(target), token, checkpoint))
             return None if beside else self.saver.settle()
@@ -242,7 +242,7 @@ class Saving(StrategyBase):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, once the save that is under way has made a newer one."""
         if self.is_global_zero:
-            self.saver.remove(Path(filepath))
+            self.saver.remove(local_path(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill cells in place from a checkpoint of this package, of plain Lightning, or a DCP folder; returns the rest.

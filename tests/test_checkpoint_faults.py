@@ -70,6 +70,24 @@ def test_training_goes_on_while_the_disk_is_full(pool, tmp_path, beside):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items()), "the save after the fault is the last state"
 
 
+def _fit_without_a_place(rank: int, world: int, path: str) -> Any:
+    lines = _Lines()
+    logging.getLogger("lightning_ntp.strategy.saver").addHandler(lines)
+    with jobs.as_worker(rank, world):
+        saver = ModelCheckpoint(path, filename="{step}", every_n_train_steps=1)
+        trainer = jobs.trainer(jobs.ntp(replica_sizes=[1, 1]), world, callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(jobs.TinyLlama(), jobs.loader(24, 4))
+        return lines.lines, trainer.global_step
+
+
+def test_training_goes_on_where_nobody_may_write(pool):
+    """In /sys not even root makes a folder."""
+    results = pool.run(_fit_without_a_place, 2, "/sys/ntp")
+    assert [step for _, step in results] == [3, 3]
+    (line,) = [line for lines, _ in results for line in lines]
+    assert "/sys/ntp/step=1.ckpt was not saved (" in line and "Training goes on with the checkpoint before it" in line
+
+
 def _held(rank: int, world: int, path: str) -> Any:
     with jobs.as_worker(rank, world):
         strategy = jobs.ntp(replica_sizes=[1, 1])

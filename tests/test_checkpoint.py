@@ -29,7 +29,6 @@ from lightning_ntp.dtensor.checkpoint_files import (
     Manifest,
     aside_of,
     delete,
-    local_path,
     put_in_place,
     remove_leftovers,
     restore_previous,
@@ -206,14 +205,6 @@ def test_a_manifest_of_a_newer_format_says_so(tmp_path):
     (tmp_path / MANIFEST).write_text('{"format": 99, "digest": 0, "files": {}}')
     with pytest.raises(ConfigError, match="format 99, this release reads up to 1"):
         Manifest.read(tmp_path)
-
-
-def test_paths_are_local_as_only_they_have_the_rename_that_a_commit_is():
-    for path in ("/a/b.ckpt", Path("/a/b.ckpt"), "file:///a/b.ckpt", "local:///a/b.ckpt"):
-        assert local_path(path) == Path("/a/b.ckpt")
-    for url in ("s3://bucket/c.ckpt", "memory://c.ckpt"):
-        with pytest.raises(ConfigError, match=f"'{url}' is a URL; mount the bucket or copy"):
-            local_path(url)
 
 
 def test_readers_share_the_files_by_bytes(tmp_path):

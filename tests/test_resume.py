@@ -207,7 +207,7 @@ def _loader(kind: str) -> DataLoader:
     return jobs.loader(SIZE, BATCH, shuffle=True, **readers)
 
 
-def _run(rank: int, world: int, sizes: Any, kind: str, options: dict[str, Any], folder: str, points: Any, ckpt: Any) -> Any:
+def run_and_save(rank: int, world: int, sizes: Any, kind: str, options: dict[str, Any], folder: str, points: Any, ckpt: Any) -> Any:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  daemons may not have children
     with jobs.as_worker(rank, world):
         module = Recorded()
@@ -231,7 +231,7 @@ def _samples(results: list[Any]) -> list[list[int]]:
     return [sorted({*itertools.chain.from_iterable(parts)}) for parts in zip(*rows.values(), strict=True)]
 
 
-def _assert_same_end(resumed: list[Any], whole: list[Any], name: str) -> None:
+def assert_same_end(resumed: list[Any], whole: list[Any], name: str) -> None:
     tail = len(resumed[0]["record"])
     for ours, theirs in zip(resumed[0]["record"], whole[0]["record"][-tail:], strict=True):
         assert ours[:3] == theirs[:3]
@@ -270,13 +270,13 @@ SAME, OTHER = (3, [2, 1]), (4, [(1, 3), (1, 1)])
 
 def _resume_from_all(pool, tmp_path, kind, names):
     """The run to the end, and one that `max_steps` stops at "end"; then from each point to the end, on two topologies."""
-    whole = pool.run(_run, *SAME, kind, OPTIONS, "", (), None)
-    pool.run(_run, *SAME, kind, OPTIONS | {"max_steps": 3}, str(tmp_path), tuple(STARTS), None)
+    whole = pool.run(run_and_save, *SAME, kind, OPTIONS, "", (), None)
+    pool.run(run_and_save, *SAME, kind, OPTIONS | {"max_steps": 3}, str(tmp_path), tuple(STARTS), None)
     for number, name in enumerate(names):
         world, sizes = (SAME, OTHER)[number % 2]
-        resumed = pool.run(_run, world, sizes, kind, OPTIONS, str(tmp_path), (), str(tmp_path / f"{name}.ckpt"))
+        resumed = pool.run(run_and_save, world, sizes, kind, OPTIONS, str(tmp_path), (), str(tmp_path / f"{name}.ckpt"))
         assert resumed[0]["record"][0][:2] == list(STARTS[name]), name
-        _assert_same_end(resumed, whole, name)
+        assert_same_end(resumed, whole, name)
 
 
 @pytest.mark.parametrize("kind", ["map", "stream"])
@@ -285,9 +285,9 @@ def test_resumed_inside_an_epoch_equals_the_run_that_never_stopped(pool, tmp_pat
 
 
 def test_another_number_of_data_rows_goes_on_with_the_next_sample(pool, tmp_path):
-    pool.run(_run, *SAME, "map", OPTIONS | {"max_epochs": 1}, str(tmp_path), ("batch-0-1",), None)
+    pool.run(run_and_save, *SAME, "map", OPTIONS | {"max_epochs": 1}, str(tmp_path), ("batch-0-1",), None)
     options = {"max_epochs": 2, "accumulate_grad_batches": 1}
-    resumed = pool.run(_run, 3, [1, 1, 1], "map", options, "", (), str(tmp_path / "batch-0-1.ckpt"))
+    resumed = pool.run(run_and_save, 3, [1, 1, 1], "map", options, "", (), str(tmp_path / "batch-0-1.ckpt"))
     first, second = (global_order(RandomSampler(range(SIZE)), 5, epoch) for epoch in (0, 1))
     wanted = [first[16:28], first[28:], second[:12], second[12:24], second[24:]]
     assert _samples(resumed) == [sorted(ids) for ids in wanted]
@@ -297,10 +297,10 @@ def test_another_number_of_data_rows_goes_on_with_the_next_sample(pool, tmp_path
 @pytest.mark.parametrize("kind", ["stateful map", pytest.param("stateful stream", marks=pytest.mark.full)])
 def test_torchdatas_loader_goes_on_inside_an_epoch(pool, tmp_path, kind):
     options = {"max_epochs": 2}
-    whole = pool.run(_run, *SAME, kind, options, f"file://{tmp_path}", ("batch-0-1",), None)
-    resumed = pool.run(_run, *OTHER, kind, options, "", (), f"file://{tmp_path}/batch-0-1.ckpt")
+    whole = pool.run(run_and_save, *SAME, kind, options, str(tmp_path), ("batch-0-1",), None)
+    resumed = pool.run(run_and_save, *OTHER, kind, options, "", (), str(tmp_path / "batch-0-1.ckpt"))
     assert resumed[0]["record"][0][:2] == [0, 2]
-    _assert_same_end(resumed, whole, kind)
+    assert_same_end(resumed, whole, kind)
 
 
 def test_a_position_given_to_torchdatas_loader_is_refused() -> None:

@@ -29,7 +29,7 @@ from lightning_ntp.errors import ConfigError
 MANIFEST = "ntp.json"
 METADATA = ".metadata"
 FORMAT = 1
-_BLOCK_BYTES = 1 << 23
+BLOCK_BYTES = 1 << 23
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -107,7 +107,7 @@ def checksum(file: Path) -> int:
     """CRC-32 of a file."""
     crc = 0
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
+        while block := stream.read(BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
     return crc
 
@@ -127,20 +127,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """A checkpoint's path, which fsspec's name for local files may precede: ``file:///folder``.
-
-    Raises:
-        ConfigError: another URL; object stores have no rename, by which a save is complete or absent.
-    """
-    scheme, mark, rest = str(path).partition("://")
-    if mark and scheme in ("file", "local"):
-        return Path(rest)
-    if mark:
-        raise ConfigError(f"checkpoints are folders on a (shared, mounted) file system, and {str(path)!r} is a URL; mount the bucket or copy")
-    return Path(path)
 
 
 def aside_of(target: Path, token: str) -> Path:

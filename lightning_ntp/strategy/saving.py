@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from lightning_ntp.dtensor.bucket import Bucket, place_of
 from lightning_ntp.dtensor.checkpoint import commit, load_safely, stage, write_part, write_values
-from lightning_ntp.dtensor.checkpoint_files import local_path, put_in_place
+from lightning_ntp.dtensor.checkpoint_files import put_in_place
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import checkpointing, pretrained
 from lightning_ntp.strategy._lightning_private import (
@@ -115,7 +116,7 @@ class Saving(StrategyBase):
 
         Collective over all workers with a role.
         """
-        place = local_path(filepath)
+        place = place_of(filepath)
         make = self._file_save if self._wants_file(storage_options) else self._folder_save
         trainer = self.lightning_module.trainer
         fitting = trainer.state.fn == "fit" and (trainer.training or trainer.validating)
@@ -127,7 +128,7 @@ class Saving(StrategyBase):
             self._say_logged(checkpoint)
             target, token = self.broadcast((str(place), secrets.token_hex(4)))
             self.recovery.fire("checkpoint")
-            self.saver.start(make(Path(target), token, checkpoint))
+            self.saver.start(make(place_of(target), token, checkpoint))
             return None if beside else self.saver.settle()
 
         error = self.recovery.all_or_nobody("save", save, undo=self.saver.drop)
@@ -141,7 +142,7 @@ class Saving(StrategyBase):
             raise ConfigError(f'storage_options of strategy "ntp" are {{"full": True or False}}, got {options!r}')
         return bool(options.get("full", self.checkpoints.full))
 
-    def _folder_save(self, target: Path, token: str, checkpoint: Mapping[str, Any]) -> Save:
+    def _folder_save(self, target: Path | Bucket, token: str, checkpoint: Mapping[str, Any]) -> Save:
         groups = self.sharded.groups
         leads, parts = groups.worker == groups.leader, groups.topology.workers
         if self._parts is None or self._parts[0] is not groups.topology:  # seconds for a large model: once per topology
@@ -155,8 +156,13 @@ class Saving(StrategyBase):
                 also(aside)
             write_part(chunks, aside, groups.worker)
 
-        finish = (lambda aside: commit(aside, target, parts)) if leads else None
-        return Save(target, token, groups.worker, parts, write, finish)
+        def finish(aside: Path) -> None:
+            if isinstance(target, Bucket):
+                target.commit(aside, token, parts)
+            else:
+                commit(aside, target, parts)
+
+        return Save(target, token, groups.worker, parts, write, finish if leads else None)
 
     def _values_writer(self, values: dict[str, Any]) -> Callable[[Path], None]:
         """What the leader writes beside its part; `values` are copied now, as training changes them."""
@@ -194,8 +200,10 @@ class Saving(StrategyBase):
                 kept[key] = value
         return kept
 
-    def _file_save(self, target: Path, token: str, checkpoint: Mapping[str, Any]) -> Save:
+    def _file_save(self, target: Path | Bucket, token: str, checkpoint: Mapping[str, Any]) -> Save:
         """One file in plain Lightning's form; the leader holds all of it in host memory."""
+        if isinstance(target, Bucket):
+            raise ConfigError(f"{target}: checkpoints in one file are saved to local paths only; leave out full=True, or copy the file")
         groups = self.sharded.groups
         leads = groups.worker == groups.leader
         state = {name: whole.cpu() for name, whole in whole_tensors(self.sharded) if leads}
@@ -242,7 +250,7 @@ class Saving(StrategyBase):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, once the save that is under way has made a newer one."""
         if self.is_global_zero:
-            self.saver.remove(local_path(filepath))
+            self.saver.remove(place_of(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill cells in place from a checkpoint of this package, of plain Lightning, or a DCP folder; returns the rest.

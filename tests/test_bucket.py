@@ -125,7 +125,7 @@ def step_of(url: str) -> int:
     return step
 
 
-@pytest.mark.parametrize("is_gone", [True, False], ids=["killed", "failed once"])
+@pytest.mark.parametrize("is_gone", [True, pytest.param(False, marks=pytest.mark.full)], ids=["killed", "failed once"])
 def test_a_save_that_is_cut_off_anywhere_leaves_the_one_before(is_gone: bool) -> None:
     Cut.is_gone = is_gone
     assert save(1) is None and step_of(URL) == 1
@@ -165,6 +165,15 @@ def test_damage_is_found_and_another_place_is_named() -> None:
         open_source(URL, ())
     with pytest.raises(ConfigError, match="'nowhere://c.ckpt' cannot be reached: Protocol not known: nowhere"):
         place_of("nowhere://c.ckpt")
+
+
+def test_a_downloaded_copy_is_a_checkpoint(tmp_path: Path) -> None:
+    save(1)
+    for path, file in Cut.store.items():
+        copy = tmp_path / path.removeprefix("/bucket/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(file.getvalue())
+    assert step_of(str(tmp_path / "last.ckpt")) == 1
 
 
 def test_a_checkpoint_goes_as_a_whole() -> None:

@@ -16,7 +16,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ class Bucket:
             part_file(aside, part).write_bytes(self._fs.cat_file(self._record(token, part)))
         complete(aside, parts)
         self._fs.put_file(str(aside / METADATA), f"{self.url}/{token}/{METADATA}")
-        manifest = json.loads((aside / MANIFEST).read_text()) | {"data": token}
-        self._fs.pipe_file(f"{self.url}/{MANIFEST}", json.dumps(manifest).encode())
+        manifest = replace(Manifest.read(aside), data=token)
+        self._fs.pipe_file(f"{self.url}/{MANIFEST}", manifest.to_bytes())
         with suppress(OSError):  # it is saved; what stays behind goes before the next save
             self.remove_leftovers(token)
 
@@ -154,15 +154,15 @@ class Bucket:
         token = self._token()
         if token is None:
             raise ConfigError(f"there is no complete checkpoint at {self.url}: it has no {MANIFEST} of this package")
-        data = f"{self.url}/{token}"
-        for name, source in ((MANIFEST, self.url), *((name, data) for name in names)):
+        (folder / token).mkdir()
+        for name in (MANIFEST, *(f"{token}/{name}" for name in names)):
             try:
-                (folder / name).write_bytes(self._fs.cat_file(f"{source}/{name}"))
+                (folder / name).write_bytes(self._fs.cat_file(f"{self.url}/{name}"))
             except FileNotFoundError:
                 raise ConfigError(f"{self.url} is incomplete: {name} is missing; load another checkpoint") from None
-        return data
+        return f"{self.url}/{token}"
 
-    def check(self, manifest: Manifest, data: str, part: int, num_parts: int) -> None:
+    def check(self, manifest: Manifest, part: int, num_parts: int) -> None:
         """Read one part of the files and compare, as `Manifest.check` does.
 
         Raises:
@@ -170,7 +170,7 @@ class Bucket:
         """
         for name in manifest.share(part, num_parts):
             try:
-                found = self._checksum(f"{data}/{name}")
+                found = self._checksum(f"{self.url}/{manifest.data}/{name}")
             except FileNotFoundError:
                 raise ConfigError(f"{self.url} is incomplete: {name} is missing; load another checkpoint") from None
             if found != manifest.files[name]:

@@ -101,8 +101,8 @@ class OwnFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._manifest = Manifest.read(folder)
-        self._tensors = SavedTensors(folder)
-        self._values = load_values(folder)
+        self._tensors = SavedTensors(folder / self._manifest.data)
+        self._values = load_values(folder / self._manifest.data)
 
     @property
     def names(self) -> frozenset[str]:
@@ -140,13 +140,13 @@ class BucketFolder(OwnFolder):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         with tempfile.TemporaryDirectory(prefix="ntp-load-") as folder:
-            self._data = bucket.fetch((METADATA, VALUES), Path(folder))
+            data = bucket.fetch((METADATA, VALUES), Path(folder))
             super().__init__(Path(folder))
-        self._tensors.read_from(bucket.files, self._data)
+        self._tensors.read_from(bucket.files, data)
 
     def check(self, part: int, num_parts: int) -> None:
         """See `Source`."""
-        self.bucket.check(self._manifest, self._data, part, num_parts)
+        self.bucket.check(self._manifest, part, num_parts)
 
 
 class StockFolder:

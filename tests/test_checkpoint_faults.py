@@ -70,6 +70,24 @@ def test_training_goes_on_while_the_disk_is_full(pool, tmp_path, beside):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items()), "the save after the fault is the last state"
 
 
+def _fit_without_a_place(rank: int, world: int, path: str) -> Any:
+    lines = _Lines()
+    logging.getLogger("lightning_ntp.strategy.saver").addHandler(lines)
+    with jobs.as_worker(rank, world):
+        saver = ModelCheckpoint(path, filename="{step}", every_n_train_steps=1)
+        trainer = jobs.trainer(jobs.ntp(replica_sizes=[1, 1]), world, callbacks=[saver], enable_checkpointing=True)
+        trainer.fit(jobs.TinyLlama(), jobs.loader(24, 4))
+        return lines.lines, trainer.global_step
+
+
+def test_training_goes_on_where_nobody_may_write(pool):
+    """In /sys not even root makes a folder."""
+    results = pool.run(_fit_without_a_place, 2, "/sys/ntp")
+    assert [step for _, step in results] == [3, 3]
+    (line,) = [line for lines, _ in results for line in lines]
+    assert "/sys/ntp/step=1.ckpt was not saved (" in line and "Training goes on with the checkpoint before it" in line
+
+
 def _held(rank: int, world: int, path: str) -> Any:
     with jobs.as_worker(rank, world):
         strategy = jobs.ntp(replica_sizes=[1, 1])
@@ -175,7 +193,7 @@ def test_what_must_not_be_loaded_is_refused_on_all_workers_and_changes_nothing(p
         "flipped": (damaged("flipped", flip), "same", {}),
         "no manifest": (damaged("bare", lambda f: (f / "ntp.json").unlink()), "same", {}),
         "nothing": (str(tmp_path / "nothing"), "same", {}),
-        "a bucket": ("s3://bucket/c.ckpt", "same", {}),
+        "a bucket": ("nowhere://bucket/c.ckpt", "same", {}),
         "other sizes": (str(good), "same", {"intermediate_size": 61}),
         "other model": (str(good), "same", {"kind": "qwen3"}),
         "other optimizer": (str(good), "optimizer", {}),
@@ -186,7 +204,7 @@ def test_what_must_not_be_loaded_is_refused_on_all_workers_and_changes_nothing(p
         "flipped": "is damaged: the checksum of",
         "no manifest": "no complete checkpoint: it has no ntp.json",
         "nothing": "there is no checkpoint at",
-        "a bucket": "checkpoints are folders on a (shared, mounted) file system, and 's3://bucket/c.ckpt' is a URL",
+        "a bucket": "'nowhere://bucket/c.ckpt' cannot be reached: Protocol not known: nowhere; install what fsspec asks for",
         "other sizes": "'model/model.model.layers.0.mlp.down_proj.weight' has shape (24, 97) there, (24, 61) here",
         "other model": "was made with another model: it lacks model/model.model.layers.0.self_attn.k_norm.weight",
         "other optimizer": "holds the state of AdamW, this run uses SGD",

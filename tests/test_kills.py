@@ -37,6 +37,16 @@ SPECS = (ParamSpec("up", (64, 48), 0, nested_layouts(64, 2, TOPOLOGY.loss_order)
 START_SECONDS = 60.0
 
 
+def cells_of(worker: int, step: int) -> dict[str, CellTensor]:
+    """A worker's cells, full of the number of the step."""
+    cells = {}
+    for index, spec in enumerate(SPECS):
+        cell = spec.cell(TOPOLOGY.coordinates(worker))
+        local = torch.full(cell.shape, float(step))
+        cells[spec.fqn] = CellTensor(spec, cell, local, written_cells(spec, index, TOPOLOGY, worker, 0))
+    return cells
+
+
 def _save(folder: Path, name: str, step: int, token: str) -> Save:
     """One process writes for all three workers, as fast as it can."""
     target, content = folder / name, io.BytesIO()
@@ -45,12 +55,7 @@ def _save(folder: Path, name: str, step: int, token: str) -> Save:
     def write(aside: Path) -> None:
         write_values(content.getvalue(), aside)
         for worker in TOPOLOGY.workers:
-            cells = {}
-            for index, spec in enumerate(SPECS):
-                cell = spec.cell(TOPOLOGY.coordinates(worker))
-                local = torch.full(cell.shape, float(step))
-                cells[spec.fqn] = CellTensor(spec, cell, local, written_cells(spec, index, TOPOLOGY, worker, 0))
-            write_part(stage(cells, leads=worker == 0), aside, worker)
+            write_part(stage(cells_of(worker, step), leads=worker == 0), aside, worker)
 
     return Save(target, token, 0, TOPOLOGY.workers, write, lambda aside: commit(aside, target, TOPOLOGY.workers))
 

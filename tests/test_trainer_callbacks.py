@@ -113,7 +113,8 @@ def run_predict(rank: int, world: int, sizes: Any) -> Any:
         trainer = jobs.trainer(jobs.ntp(replica_sizes=sizes), world)
         metrics = trainer.test(Predicting(), jobs.loader(11, 2), verbose=False)[0]
         predicted = trainer.predict(Predicting(), [jobs.loader(11, 2), jobs.loader(3, 2)])
-        return metrics, predicted, trainer.strategy.control.row
+        trainer.limit_predict_batches = 1
+        return metrics, predicted, trainer.predict(Predicting(), jobs.loader(11, 2)), trainer.strategy.control.row
 
 
 class Predicting(Noted):
@@ -129,13 +130,16 @@ def test_predictions_keep_their_order_over_rows_and_test_is_exact(pool):
     with float64_norms(), torch.no_grad():
         wanted = Predicting().loss(jobs.batch_of(range(11))).item()
     rows: dict[int, Any] = {}
-    for metrics, predicted, row in results:
+    limited: dict[int, Any] = {}
+    for metrics, predicted, few, row in results:
+        limited[row] = few
         assert metrics["test"] == pytest.approx(wanted, abs=EXACT)
         assert rows.setdefault(row, predicted) == predicted, "roles of a row must predict the same"
     for loader, size in ((0, 11), (1, 3)):
         batches = zip(*(rows[row][loader] for row in range(3)), strict=True)
         in_order = [index for batch in batches for part in batch for index in part or ()]
         assert in_order == list(range(size))
+    assert [limited[row] for row in range(3)] == [[[0, 1]], [[2, 3]], [[4, 5]]], "one global batch"
 
 
 class Averaged(jobs.TinyLlama):

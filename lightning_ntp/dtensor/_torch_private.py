@@ -16,6 +16,7 @@ DTensor has no public way to give a new placement its rules. What we hook, once,
 | `_collective_utils.MeshTopoInfo.build_from_mesh`, `ShardingPropagator._propagate_tensor_meta_cached` | two more caches that keep meshes of generations gone by, and with them their groups, sockets and threads |
 | `RuntimeSchemaInfo`, `op_to_schema_info` | which plain arguments belong to that key: an operator unknown to DTensor has none, and its rule would be reused for other arguments |
 | `checkpoint.filesystem._StorageInfo` | where in which file a tensor is: the leader writes the metadata for all workers without asking them |
+| `checkpoint._fsspec_filesystem.FileSystem` | what `FsspecReader` reads with; the reader itself would unpickle metadata that can run code |
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch.distributed.tensor._redistribute
 import torch.distributed.tensor._utils
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel.loss
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -40,6 +42,7 @@ from torch.distributed.tensor._sharding_prop import LocalLRUCache
 
 __all__ = [
     "DTensorSpec",
+    "FsspecFiles",
     "OpOverload",
     "OpSchema",
     "OutputSharding",

@@ -195,6 +195,16 @@ def commit(aside: Path, folder: Path, parts: Sequence[int]) -> None:
     """Make a folder of finished parts a checkpoint. By the leader, which has written its `values`; local.
 
     Raises:
+        ConfigError: see `complete`.
+    """
+    complete(aside, parts)
+    put_in_place(aside, folder)
+
+
+def complete(aside: Path, parts: Sequence[int]) -> None:
+    """Write metadata and manifest of a folder of parts. Only their records need be there beside what the leader has written. Local.
+
+    Raises:
         ConfigError: the parts are not the whole model: a bug or a disk that loses files. `aside` stays.
     """
     files: dict[str, tuple[int, int]] = {}
@@ -226,7 +236,6 @@ def commit(aside: Path, folder: Path, parts: Sequence[int]) -> None:
             files[name] = (file.stat().st_size, checksum(file))
     Manifest(files).write(aside)
     sync_folder(aside)
-    put_in_place(aside, folder)
 
 
 class _BoxPlanner(DefaultLoadPlanner):
@@ -275,6 +284,15 @@ class SavedTensors:
         self._reader = SafeReader(folder)
         self._saved = self._reader.read_metadata().state_dict_metadata
 
+    def read_from(self, files: Any, url: str) -> None:
+        """Take tensors from another place than the metadata.
+
+        Args:
+            files: DCP's view of an object store.
+            url: of the folder in it.
+        """
+        self._reader.fs, self._reader.path = files, url
+
     @property
     def names(self) -> frozenset[str]:
         """Names of all tensors."""
@@ -294,7 +312,7 @@ class SavedTensors:
         entry = self._saved.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise ConfigError(
-                f"{self.folder}: the checkpoint has no tensor {name!r}; was it made with another model or optimizer?"
+                f"{self._reader.path}: the checkpoint has no tensor {name!r}; was it made with another model or optimizer?"
             )
         return entry
 
@@ -307,7 +325,7 @@ class SavedTensors:
         for name, target in targets.items():
             size = self.entry(name).size
             if tuple(size) != tuple(target.size()):
-                raise ConfigError(f"{self.folder}: {name!r} has shape {tuple(size)} there, {tuple(target.size())} here")
+                raise ConfigError(f"{self._reader.path}: {name!r} has shape {tuple(size)} there, {tuple(target.size())} here")
 
     def fill(self, targets: Mapping[str, CellTensor | torch.Tensor]) -> None:
         """Fill cells and plain tensors in place. Local.
@@ -325,7 +343,7 @@ class SavedTensors:
         try:
             self._reader.read_data(planner.create_local_plan(), planner).wait()
         except Exception as error:  # torch.load of a damaged file fails in many ways
-            raise ConfigError(f"{self.folder} cannot be read: {type(error).__name__}: {error}") from error
+            raise ConfigError(f"{self._reader.path} cannot be read: {type(error).__name__}: {error}") from error
 
     def value(self, name: str) -> Any:
         """What another program saved under a name beside tensors, if it is plain. Local.

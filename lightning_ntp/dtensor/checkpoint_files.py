@@ -29,7 +29,7 @@ from lightning_ntp.errors import ConfigError
 MANIFEST = "ntp.json"
 METADATA = ".metadata"
 FORMAT = 1
-_BLOCK_BYTES = 1 << 23
+BLOCK_BYTES = 1 << 23
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -38,10 +38,12 @@ class Manifest:
     """What a complete checkpoint consists of.
 
     Args:
-        files: path inside the folder -> (bytes, CRC-32).
+        files: path inside the folder of the data -> (bytes, CRC-32).
+        data: name of that folder in the checkpoint's; empty where it is the same. Object stores have one for each save.
     """
 
     files: Mapping[str, tuple[int, int]]
+    data: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -53,7 +55,7 @@ class Manifest:
         try:
             data = json.loads((folder / MANIFEST).read_text())
             files = {str(name): (int(size), int(crc)) for name, (size, crc) in data["files"].items()}
-            version, digest = data["format"], data["digest"]
+            version, digest, inside = data["format"], data["digest"], str(data.get("data", ""))
         except FileNotFoundError:
             raise ConfigError(f"{folder} is no complete checkpoint: it has no {MANIFEST}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -62,15 +64,19 @@ class Manifest:
             raise ConfigError(f"{folder} has format {version}, this release reads up to {FORMAT}; install a newer one")
         if digest != _digest(files):
             raise ConfigError(f"{folder / MANIFEST} is damaged (its checksum differs); load another checkpoint")
-        for name in files:
+        for name in (*files, inside):
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise ConfigError(f"{folder / MANIFEST} names {name!r}, which lies outside of the folder; do not load it")
-        return cls(files)
+        return cls(files, inside)
 
     def write(self, folder: Path) -> None:
         """Local."""
+        write_synced(folder / MANIFEST, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What `read` reads."""
         data = {"format": FORMAT, "digest": _digest(self.files), "files": dict(self.files)}
-        write_synced(folder / MANIFEST, json.dumps(data, indent=1).encode())
+        return json.dumps(data | ({"data": self.data} if self.data else {}), indent=1).encode()
 
     def share(self, part: int, num_parts: int) -> Iterator[str]:
         """Files that one of `num_parts` readers checks: about as many bytes for each."""
@@ -89,7 +95,7 @@ class Manifest:
         """
         for name in self.share(part, num_parts):
             size, crc = self.files[name]
-            file = folder / name
+            file = folder / self.data / name
             if not file.is_file():
                 raise ConfigError(f"{folder} is incomplete: {name} is missing; load another checkpoint")
             found = file.stat().st_size
@@ -107,7 +113,7 @@ def checksum(file: Path) -> int:
     """CRC-32 of a file."""
     crc = 0
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
+        while block := stream.read(BLOCK_BYTES):
             crc = zlib.crc32(block, crc)
     return crc
 
@@ -127,17 +133,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """A checkpoint's path.
-
-    Raises:
-        ConfigError: an URL; object stores have no rename, by which a save is complete or absent.
-    """
-    if "://" in str(path):
-        raise ConfigError(f"checkpoints are folders on a (shared, mounted) file system, and {str(path)!r} is a URL; mount the bucket or copy")
-    return Path(path)
 
 
 def aside_of(target: Path, token: str) -> Path:

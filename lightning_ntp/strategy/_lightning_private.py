@@ -302,8 +302,20 @@ def on_first_log(results: Any, act: Callable[[str, Any], None]) -> None:
     results.act = act
 
 
-def forget_first_log(results: Any) -> None:
-    """Undo `on_first_log`."""
+def before_clearing(results: Any, act: Callable[[], None]) -> None:
+    """Call `act` before logged values are cleared: Lightning does it at an epoch's end, ahead of the last hooks that may save."""
+    kind = type(results)
+
+    def reset(*args: Any, **options: Any) -> None:
+        act()
+        kind.reset(results, *args, **options)
+
+    results.reset = reset
+
+
+def stop_watching(results: Any) -> None:
+    """Undo `on_first_log` and `before_clearing`."""
+    results.__dict__.pop("reset", None)
     if hasattr(results, "act"):
         del results.act
         results.__class__ = type(results).__mro__[1]

@@ -12,14 +12,16 @@ import torch
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import checks, rendezvous
-from lightning_ntp.strategy._lightning_private import is_last_of_epoch
+from lightning_ntp.strategy._lightning_private import is_last_of_epoch, training_results
 from lightning_ntp.strategy.clipping import clip_by_norm_, clip_by_value_, global_norm
 from lightning_ntp.strategy.config import RecoveryConfig, Size, StrategyConfig
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.events import Observers
 from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.strategy.metric_state import LoggedSums
 from lightning_ntp.strategy.recovery import Recovery
+from lightning_ntp.strategy.resume import DataPosition
 from lightning_ntp.strategy.weights import BatchWeight
 from lightning_ntp.strategy.window import LoopBatch, StepRunner
 from lightning_ntp.topology import Topology
@@ -73,6 +75,7 @@ class StrategyBase(_Base):
         self._num_healthy_rows = 1  # data rows of the job as it was started: the global batch stays what it was then
         self._held_step = 0  # optimizer steps whose updates this worker's state has
         self._open_window: OpenWindow | None = None
+        self.logged_sums = LoggedSums()
         self._num_setups = 0
         self._is_newcomer = False  # a worker that has come later, until its first step
         self._awaits_state = False  # its module has no storage yet
@@ -170,6 +173,11 @@ class StrategyBase(_Base):
         """True, so that every loop batch comes to `optimizer_step`; False on an epoch's last one, so that Lightning sees a step."""
         module = self.lightning_module
         return module is None or not is_last_of_epoch(module.trainer)
+
+    def note_logged(self, position: DataPosition) -> None:
+        """Keep what the epoch has logged up to a position, as it is about to be added to or cleared. Local."""
+        if position.batches:  # else nothing
+            self.logged_sums.note(position, self.lightning_module, training_results(self.lightning_module.trainer))
 
     def _taken_batch(self) -> LoopBatch:
         if self._loop_batch is None:

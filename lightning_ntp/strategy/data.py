@@ -196,9 +196,18 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLo
     Keeps the dataset, ``collate_fn``, sampler or batch sampler, workers, pinning and time-outs of a DataLoader. Without
     batching by torch (``batch_size=None``), and for any other iterable, its items are taken as ready-made batches.
 
+    The state of torchdata's StatefulDataLoader is not asked for: it counts one process's batches. The position is in the strategy's
+    checkpoints, in samples of the job.
+
     Raises:
-        ConfigError: a training loader that leaves out its last batch and has fewer samples than one global batch.
+        ConfigError: a training loader that leaves out its last batch and has fewer samples than one global batch, or a
+            StatefulDataLoader that was told to begin in the middle.
     """
+    if getattr(loader, "next_iter_state", None) is not None:
+        raise ConfigError(
+            f"the {type(loader).__name__} was given a position by load_state_dict, which counts the batches of one process. Give the "
+            "checkpoint to Trainer.fit(ckpt_path=...): it holds the position in samples, for any number of data rows"
+        )
     rebuilt = _rebuild(loader, plan)
     rebuilt.start_at(plan.start_at)
     rebuilt.progress = plan.progress
@@ -221,6 +230,8 @@ def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLoader |
         drop_last=loader.drop_last and loader.batch_size is not None,
         batched=loader.batch_size is None,
         window=plan.window if plan.training else lambda: 1,
+        # torchdata's own sampler draws a seed in each process where the user gives none.
+        seeded=loader.generator is not None or not type(loader.sampler).__module__.startswith("torchdata."),
     )
     if plan.training and len(sampler) == 0:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """What an epoch has logged so far, across a checkpoint inside it: sums of ``self.log`` and states of torchmetrics.
 
-    save: each data row's sums -> one message -> totals over all rows (saved by the leader)
+    run:  each data row's sums, as they stood where the open window begins
+    save: of the position that the checkpoint names -> one message -> totals over all rows (saved by the leader)
     load: the first data row starts with the totals, the others with nothing; later sums over rows come out right
 
 Rows of the new run need not be those of the old one, so only totals have a meaning.
@@ -16,22 +17,57 @@ from torch import nn
 
 from lightning_ntp.strategy._lightning_private import metric_defaults, metric_reductions
 from lightning_ntp.strategy.control import ControlPlane
+from lightning_ntp.strategy.resume import DataPosition
 from lightning_ntp.strategy.step_log import metrics_of
 
 State = dict[str, dict[str, Any]]
 """Name of a metric -> its states; ``"kind"`` says how rows add up."""
 
 
+Sums = tuple[State, State]
+"""Of one data row: what ``self.log`` has summed up, and states of torchmetrics. Copies, on their device."""
+
+
+class LoggedSums:
+    """One row's sums as they stood at the last position that a checkpoint may name though the run has left it.
+
+    A save inside an accumulation window names the window's start, as the window runs again; one after ``max_steps`` has ended
+    an epoch early comes when Lightning has cleared the epoch's sums.
+    """
+
+    def __init__(self) -> None:
+        self._position: DataPosition | None = None
+        self._sums: Sums = ({}, {})
+
+    def note(self, position: DataPosition, module: nn.Module, results: Any) -> None:
+        """Keep the present sums as those of this position, unless it has some. Local."""
+        if position != self._position:
+            self._position, self._sums = position, present_sums(module, results)
+
+    def at(self, position: DataPosition) -> Sums | None:
+        """Those of a position; None where they are still the present ones."""
+        return self._sums if position == self._position else None
+
+
+def present_sums(module: nn.Module, results: Any) -> Sums:
+    """What this row's epoch has logged so far. Local."""
+    return logged_sums(results), metric_states(module)
+
+
 def logged_sums(results: Any) -> State:
-    """What this row's ``self.log(on_epoch=True)`` has summed up. Local."""
+    """What this row's ``self.log(on_epoch=True)`` has summed up, without what is logged once per epoch at its end. Local."""
     state: State = {}
     for key, metric in results.items():
-        if metric.is_tensor and metric.meta.on_epoch:
-            entry = {"kind": _kind(metric.meta), "value": metric.value.detach().cpu().double()}
+        if metric.is_tensor and metric.meta.on_epoch and metric.meta.fx != "on_train_epoch_end":
+            entry = {"kind": _kind(metric.meta), "value": _as_sum(metric.value)}
             if entry["kind"] == "mean":
-                entry["count"] = torch.as_tensor(metric.cumulated_batch_size).detach().cpu().double()
+                entry["count"] = _as_sum(torch.as_tensor(metric.cumulated_batch_size))
             state[key] = entry
     return state
+
+
+def _as_sum(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().to(torch.float64, copy=True)
 
 
 def _kind(meta: Any) -> str:
@@ -48,7 +84,7 @@ def metric_states(module: nn.Module) -> State:
         name = names[metric]
         kinds = {key: _reduction(fn) for key, fn in metric_reductions(metric).items()}
         if all(kinds.values()):
-            values = {key: _host(getattr(metric, key)) for key in kinds}
+            values = {key: _copied(getattr(metric, key)) for key in kinds}
             found[name] = {"kinds": kinds, "values": values, "updates": metric.update_count}
     return found
 
@@ -58,13 +94,21 @@ def _reduction(fn: Any) -> str | None:
     return {"dim_zero_sum": "sum", "dim_zero_cat": "cat", "dim_zero_max": "max", "dim_zero_min": "min"}.get(name)
 
 
-def _host(value: Any) -> Any:
-    return [part.detach().cpu() for part in value] if isinstance(value, list) else value.detach().cpu()
+def _copied(value: Any) -> Any:
+    return [part.detach() for part in value] if isinstance(value, list) else value.detach().clone()
 
 
-def totals(module: nn.Module, results: Any, control: ControlPlane) -> dict[str, State]:
+def _on_host(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _on_host(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_on_host, value))
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def totals(own: Sums, control: ControlPlane) -> dict[str, State]:
     """Over all data rows, the same on every worker. Collective over all workers with a role."""
-    rows = control.gather_objects((logged_sums(results), metric_states(module)))
+    rows = control.gather_objects(_on_host(own))
     logged: State = {}
     for sums, _ in rows:
         for key, entry in sums.items():

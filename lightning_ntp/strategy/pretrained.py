@@ -237,7 +237,9 @@ def export(checkpoint: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> li
     Raises:
         ConfigError: no complete checkpoint of this package, or one without a Hugging Face model.
     """
-    Manifest.read(checkpoint).check(checkpoint)
+    manifest = Manifest.read(checkpoint)
+    manifest.check(checkpoint)
+    checkpoint = checkpoint / manifest.data
     job = load_values(checkpoint).get(JOB, {})
     described = checkpoint / DESCRIPTION
     if PREFIX not in job or not described.is_dir():

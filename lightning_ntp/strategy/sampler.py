@@ -222,6 +222,7 @@ class GlobalBatchSampler(Sampler[MicroBatchRequest]):
         drop_last: leave out the samples that do not fill a global batch.
         batched: `source` yields lists of indices.
         window: loop batches per optimizer step, asked at the start of each epoch.
+        seeded: whether a generator of `source` has its seed from the user, who then wants another order for another seed.
     """
 
     def __init__(
@@ -233,12 +234,13 @@ class GlobalBatchSampler(Sampler[MicroBatchRequest]):
         drop_last: bool = False,
         batched: bool = False,
         window: Callable[[], int] = lambda: 1,
+        seeded: bool = True,
     ) -> None:
         self.source, self.shares, self.row, self.seed = source, shares, row, seed
         self.drop_last, self.batched, self.window = drop_last, batched, window
         self.epoch = 0
         self._first = (0, 0)
-        generators = _generators_of(source)  # a user who seeds one wants another order for another seed
+        generators = _generators_of(source) if seeded else []
         self._source_seed = generators[0].initial_seed() if generators else 0
 
     def set_epoch(self, epoch: int) -> None:

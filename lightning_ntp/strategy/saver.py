@@ -16,13 +16,17 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+from lightning_ntp.dtensor.bucket import Bucket, forget_aside
 from lightning_ntp.dtensor.checkpoint import missing_parts
 from lightning_ntp.dtensor.checkpoint_files import aside_of, delete, remove_leftovers
 
+Place = TypeVar("Place", Path, Bucket)
+
 _log = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.02
+POLL_SECONDS, BUCKET_POLL_SECONDS = 0.02, 0.5
 LATE_SECONDS = 10.0
 """How long a part that its worker has written may take to show on a shared file system."""
 
@@ -40,7 +44,7 @@ class Save:
         finish: makes what is aside the checkpoint; None on all workers but the leader.
     """
 
-    target: Path
+    target: Path | Bucket
     token: str
     part: int
     parts: Sequence[int]
@@ -59,21 +63,43 @@ class Save:
 
     @property
     def aside(self) -> Path:
-        """What becomes the checkpoint."""
-        return aside_of(self.target, self.token)
+        """What becomes the checkpoint, or is uploaded."""
+        return self.target.aside(self.token) if isinstance(self.target, Bucket) else aside_of(self.target, self.token)
 
     def run(self) -> None:
         """Write, and on the leader commit. Never raises: `error` says what went wrong."""
         try:
             if self.leads:
-                remove_leftovers(self.target, keep=self.token)
+                self._remove_leftovers()
             self.write(self.aside)
+            if isinstance(self.target, Bucket):
+                self.target.upload(self.aside, self.token, self.part)
         except Exception as error:  # noqa: BLE001  a thread has nobody to raise to; `settle` reports it
             self.error = f"{type(error).__name__}: {error}"
         finally:
             self.written.set()
         if self.finish is not None and self.error is None:
             self._finish(self.finish)
+        if isinstance(self.target, Bucket):
+            forget_aside(self.aside)
+
+    def discard(self) -> None:
+        """Delete what a save that is given up has written. By the leader."""
+        if isinstance(self.target, Bucket):
+            _tried(self.target, lambda bucket: bucket.discard(self.token))
+        else:
+            _tried(self.aside, delete)
+
+    def _remove_leftovers(self) -> None:
+        if isinstance(self.target, Bucket):
+            self.target.remove_leftovers(self.token)
+        else:
+            remove_leftovers(self.target, keep=self.token)
+
+    def _missing(self) -> list[int]:
+        if isinstance(self.target, Bucket):
+            return self.target.missing_parts(self.token, self.parts)
+        return missing_parts(self.aside, self.parts)
 
     def _finish(self, finish: Callable[[Path], None]) -> None:
         try:
@@ -84,7 +110,8 @@ class Save:
 
     def _all_parts_arrive(self) -> bool:
         deadline = float("inf")
-        while missing := missing_parts(self.aside, self.parts):
+        pause = BUCKET_POLL_SECONDS if isinstance(self.target, Bucket) else POLL_SECONDS
+        while missing := self._missing():
             if self.given_up.is_set():
                 return False
             if self.all_written.is_set():
@@ -92,7 +119,7 @@ class Save:
             if time.monotonic() > deadline or self.gone.intersection(missing):
                 self.error = f"the parts of workers {missing} never came; a worker was lost while it saved"
                 return False
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
         return True
 
 
@@ -108,7 +135,7 @@ class Saver:
         self._agree, self._live = agree, live
         self._current: Save | None = None
         self._thread: threading.Thread | None = None
-        self._doomed: list[Path] = []
+        self._doomed: list[Path | Bucket] = []
         self._last_error: str | None = None
 
     def start(self, save: Save) -> None:
@@ -145,7 +172,7 @@ class Saver:
         save.given_up.set()
         thread.join()
         if save.leads:
-            _delete(save.aside)
+            save.discard()
         self._current = self._thread = None
 
     def abandon(self) -> None:
@@ -161,7 +188,7 @@ class Saver:
         self._doomed.clear()
         self._current = self._thread = None
 
-    def remove(self, target: Path) -> None:
+    def remove(self, target: Path | Bucket) -> None:
         """Delete a checkpoint, once a save that is under way has succeeded. Local, by the leader."""
         if self._current is None:
             _delete(target)
@@ -175,7 +202,7 @@ class Saver:
                 if target != save.target:
                     _delete(target)
         else:
-            _delete(save.aside)
+            save.discard()
             if error != self._last_error:
                 _log.error(
                     "%s was not saved (%s). Training goes on with the checkpoint before it, and the next save tries again; the same "
@@ -186,9 +213,16 @@ class Saver:
         self._last_error = error
 
 
-def _delete(path: Path) -> None:
+def _delete(place: Path | Bucket) -> None:
+    if isinstance(place, Bucket):
+        _tried(place, Bucket.delete)
+    else:
+        _tried(place, delete)
+
+
+def _tried(place: Place, act: Callable[[Place], None]) -> None:
     """What cannot be deleted stays: no reason to stop training."""
     try:
-        delete(path)
+        act(place)
     except OSError as error:
-        _log.warning("%s could not be deleted: %s", path, error)
+        _log.warning("%s could not be deleted: %s", place, error)

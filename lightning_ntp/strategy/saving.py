@@ -13,20 +13,22 @@ from typing import Any
 
 import torch
 
+from lightning_ntp.dtensor.bucket import Bucket, place_of
 from lightning_ntp.dtensor.checkpoint import commit, load_safely, stage, write_part, write_values
-from lightning_ntp.dtensor.checkpoint_files import local_path, put_in_place
+from lightning_ntp.dtensor.checkpoint_files import put_in_place
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import checkpointing, pretrained
 from lightning_ntp.strategy._lightning_private import (
+    before_clearing,
     begin_epoch_anew,
     epoch_counts,
-    forget_first_log,
     on_first_log,
+    stop_watching,
     training_results,
 )
 from lightning_ntp.strategy.base import StrategyBase
 from lightning_ntp.strategy.config import CheckpointConfig
-from lightning_ntp.strategy.metric_state import restore_metrics, starter, totals
+from lightning_ntp.strategy.metric_state import LoggedSums, present_sums, restore_metrics, starter, totals
 from lightning_ntp.strategy.pretrained import DESCRIPTION, JOB, PREFIX
 from lightning_ntp.strategy.resume import rewrite_counters
 from lightning_ntp.strategy.saver import Save, Saver
@@ -81,9 +83,10 @@ class Saving(StrategyBase):
         """Called by Lightning before the first batch."""
         trainer = self.lightning_module.trainer
         begin_epoch_anew(trainer)
+        results, self.logged_sums = training_results(trainer), LoggedSums()
+        before_clearing(results, lambda: self.note_logged(epoch_counts(trainer).position))
         if (start := self._resumed_epoch) is not None:
             epoch, self._resumed_epoch = trainer.current_epoch, None
-            results = training_results(trainer)
             on_first_log(results, lambda key, metric: start(key, metric) if trainer.current_epoch == epoch else None)
 
     def on_train_end(self) -> None:
@@ -95,7 +98,7 @@ class Saving(StrategyBase):
         if self._saver is not None:
             self._saver.abandon()
         if self._runner is not None:  # a process that only launches workers has no loops
-            forget_first_log(training_results(self.lightning_module.trainer))
+            stop_watching(training_results(self.lightning_module.trainer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint that any topology can load.
@@ -113,7 +116,7 @@ class Saving(StrategyBase):
 
         Collective over all workers with a role.
         """
-        local_path(filepath)
+        place = place_of(filepath)
         make = self._file_save if self._wants_file(storage_options) else self._folder_save
         trainer = self.lightning_module.trainer
         fitting = trainer.state.fn == "fit" and (trainer.training or trainer.validating)
@@ -123,9 +126,9 @@ class Saving(StrategyBase):
         def save() -> str | None:
             self.saver.settle()
             self._say_logged(checkpoint)
-            target, token = self.broadcast((str(filepath), secrets.token_hex(4)))
+            target, token = self.broadcast((str(place), secrets.token_hex(4)))
             self.recovery.fire("checkpoint")
-            self.saver.start(make(Path(target), token, checkpoint))
+            self.saver.start(make(place_of(target), token, checkpoint))
             return None if beside else self.saver.settle()
 
         error = self.recovery.all_or_nobody("save", save, undo=self.saver.drop)
@@ -139,7 +142,7 @@ class Saving(StrategyBase):
             raise ConfigError(f'storage_options of strategy "ntp" are {{"full": True or False}}, got {options!r}')
         return bool(options.get("full", self.checkpoints.full))
 
-    def _folder_save(self, target: Path, token: str, checkpoint: Mapping[str, Any]) -> Save:
+    def _folder_save(self, target: Path | Bucket, token: str, checkpoint: Mapping[str, Any]) -> Save:
         groups = self.sharded.groups
         leads, parts = groups.worker == groups.leader, groups.topology.workers
         if self._parts is None or self._parts[0] is not groups.topology:  # seconds for a large model: once per topology
@@ -153,8 +156,13 @@ class Saving(StrategyBase):
                 also(aside)
             write_part(chunks, aside, groups.worker)
 
-        finish = (lambda aside: commit(aside, target, parts)) if leads else None
-        return Save(target, token, groups.worker, parts, write, finish)
+        def finish(aside: Path) -> None:
+            if isinstance(target, Bucket):
+                target.commit(aside, token, parts)
+            else:
+                commit(aside, target, parts)
+
+        return Save(target, token, groups.worker, parts, write, finish if leads else None)
 
     def _values_writer(self, values: dict[str, Any]) -> Callable[[Path], None]:
         """What the leader writes beside its part; `values` are copied now, as training changes them."""
@@ -192,8 +200,10 @@ class Saving(StrategyBase):
                 kept[key] = value
         return kept
 
-    def _file_save(self, target: Path, token: str, checkpoint: Mapping[str, Any]) -> Save:
+    def _file_save(self, target: Path | Bucket, token: str, checkpoint: Mapping[str, Any]) -> Save:
         """One file in plain Lightning's form; the leader holds all of it in host memory."""
+        if isinstance(target, Bucket):
+            raise ConfigError(f"{target}: checkpoints in one file are saved to local paths only; leave out full=True, or copy the file")
         groups = self.sharded.groups
         leads = groups.worker == groups.leader
         state = {name: whole.cpu() for name, whole in whole_tensors(self.sharded) if leads}
@@ -230,15 +240,17 @@ class Saving(StrategyBase):
             rewrite_counters(fit_loop, counts.position)
 
     def _say_logged(self, checkpoint: dict[str, Any]) -> None:
-        """What the running epoch has logged so far. Collective over all workers with a role."""
+        """What the epoch had logged at the position that the checkpoint names. Collective over all workers with a role."""
         trainer = self.lightning_module.trainer
-        if trainer.state.fn == "fit" and (counts := epoch_counts(trainer)).is_exact and counts.position.batches:
-            checkpoint[JOB][LOGGED] = totals(self.lightning_module, training_results(trainer), self.control)
+        if trainer.state.fn != "fit" or not (position := epoch_counts(trainer).position).batches:
+            return
+        sums = self.logged_sums.at(position) or present_sums(self.lightning_module, training_results(trainer))
+        checkpoint[JOB][LOGGED] = totals(sums, self.control)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Delete a checkpoint, once the save that is under way has made a newer one."""
         if self.is_global_zero:
-            self.saver.remove(Path(filepath))
+            self.saver.remove(place_of(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill cells in place from a checkpoint of this package, of plain Lightning, or a DCP folder; returns the rest.

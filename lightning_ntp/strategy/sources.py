@@ -5,6 +5,7 @@ All answer under the same names: ``model/NAME`` and ``optimizer0/NAME/STATE``.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_ntp.dtensor.bucket import Bucket, place_of
 from lightning_ntp.dtensor.checkpoint import VALUES, CellTensor, SavedTensors, load_safely, load_values
-from lightning_ntp.dtensor.checkpoint_files import MANIFEST, METADATA, Manifest, local_path, restore_previous
+from lightning_ntp.dtensor.checkpoint_files import MANIFEST, METADATA, Manifest, restore_previous
 from lightning_ntp.errors import ConfigError
 
 MODEL = "model/"
@@ -72,13 +74,15 @@ def open_source(path: str, wanted: Iterable[str]) -> Source:
     """The checkpoint at `path`.
 
     Args:
-        path: a folder or a file.
+        path: a folder or a file, or the URL of a folder of this package.
         wanted: names of the model's tensors, by which the naming of a foreign folder is recognised.
 
     Raises:
         ConfigError: nothing there, or nothing that is known.
     """
-    place = local_path(path)
+    place = place_of(path)
+    if isinstance(place, Bucket):
+        return BucketFolder(place)
     restore_previous(place)
     if place.is_file():
         return FileSource(place)
@@ -97,8 +101,8 @@ class OwnFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._manifest = Manifest.read(folder)
-        self._tensors = SavedTensors(folder)
-        self._values = load_values(folder)
+        self._tensors = SavedTensors(folder / self._manifest.data)
+        self._values = load_values(folder / self._manifest.data)
 
     @property
     def names(self) -> frozenset[str]:
@@ -128,6 +132,21 @@ class OwnFolder:
     def fill(self, targets: Targets) -> None:
         """See `Source`."""
         self._tensors.fill(targets)
+
+
+class BucketFolder(OwnFolder):
+    """A folder that this package put into an object store; each worker reads the rectangles of its own cells."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        with tempfile.TemporaryDirectory(prefix="ntp-load-") as folder:
+            data = bucket.fetch((METADATA, VALUES), Path(folder))
+            super().__init__(Path(folder))
+        self._tensors.read_from(bucket.files, data)
+
+    def check(self, part: int, num_parts: int) -> None:
+        """See `Source`."""
+        self.bucket.check(self._manifest, part, num_parts)
 
 
 class StockFolder:

@@ -19,12 +19,19 @@ from typing import Any
 
 import torch
 
-from lightning_ntp.strategy._lightning_private import as_training, ends_window, next_batch, run_after_closure
+from lightning_ntp.strategy._lightning_private import (
+    as_training,
+    ends_window,
+    epoch_counts,
+    next_batch,
+    run_after_closure,
+)
 from lightning_ntp.strategy.data import as_micro_batches
 from lightning_ntp.strategy.events import CommitEvent
 from lightning_ntp.strategy.generation import Decision, Outcome
 from lightning_ntp.strategy.inspection import Inspection
 from lightning_ntp.strategy.replay import nothing, remember_step
+from lightning_ntp.strategy.resume import DataPosition
 from lightning_ntp.strategy.weights import weigh
 from lightning_ntp.strategy.window import LoopBatch
 
@@ -66,7 +73,11 @@ class Stepping(Inspection):
             weigh(part, count, self.config.batch_weight) for part, count in zip(moved, micro.counts, strict=True)
         )
         self._loop_batch = LoopBatch(moved, weights, tuple(count == 0 for count in micro.counts))
-        self._is_batch_pending = bool(self.lightning_module.trainer.training)
+        trainer = self.lightning_module.trainer
+        self._is_batch_pending = bool(trainer.training)
+        if self._is_batch_pending and self._open_window is None:
+            counts = epoch_counts(trainer)
+            self.note_logged(DataPosition(counts.processed, counts.batches_processed))
         return moved[0]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

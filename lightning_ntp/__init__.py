@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_ntp.simulator import simulate
     from lightning_ntp.strategy.alerts import AlertConfig
     from lightning_ntp.strategy.callback import ReshardOnGPULossLogic as ReshardOnGPULoss
-    from lightning_ntp.strategy.config import CheckpointConfig, RecoveryConfig
+    from lightning_ntp.strategy.config import CheckpointConfig, RecoveryConfig, SlowConfig
     from lightning_ntp.strategy.hub_models import from_pretrained
     from lightning_ntp.strategy.strategy import NTPStrategyLogic as NTPStrategy
 
@@ -38,6 +38,7 @@ _HOMES = {
     "AlertConfig": "strategy.alerts",
     "CheckpointConfig": "strategy.config",
     "RecoveryConfig": "strategy.config",
+    "SlowConfig": "strategy.config",
     "UnevenShard": "dtensor.placement",
     "from_pretrained": "strategy.hub_models",
     "simulate": "simulator",
@@ -56,6 +57,7 @@ __all__ = [
     "RecoveryConfig",
     "ReshardOnGPULoss",
     "ShardLayout",
+    "SlowConfig",
     "Topology",
     "UnevenShard",
     "UnrecoverableError",

@@ -1,0 +1,177 @@
+"""A worker that is slow inside a real fit: it is named, the others' waiting is counted, and shares follow without changing a result."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ntp.dtensor.collectives import reduce_over, sum_in_place
+from lightning_ntp.dtensor.stopwatch import STOPWATCH
+from lightning_ntp.errors import ConfigError
+from lightning_ntp.links import Exchanged
+from lightning_ntp.stragglers import Measured
+from lightning_ntp.strategy.alerts import slow_alerts
+from lightning_ntp.strategy.config import RecoveryConfig, SlowConfig
+from lightning_ntp.strategy.control import ControlPlane
+from lightning_ntp.strategy.events import CommitEvent, SlowEvent
+from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.pace import PaceMeter
+from lightning_ntp.testing import Fault, FaultScript
+from lightning_ntp.topology import Topology
+from tests import lightning_jobs as jobs
+from tests.goodput_runs import MS, Job
+from tests.survival import Run
+
+SLOW = FaultScript(Fault("slow", 3, "forward", step=1, seconds=0.2))
+
+
+def test_shares_follow_a_slow_worker_and_the_run_equals_one_that_nothing_happened_to(tmp_path: Path) -> None:
+    slow = {"mode": "act", "factor": 1.5, "steps": 3, "cost_seconds": 0.0}
+    run = Run(tmp_path, SLOW, workers=4, strategy={"replica_sizes": [2, 2]}, slow=slow, max_epochs=4)
+    run.check({0, 1, 2, 3})
+    told = [line for line in run.lines("slow") if line["worker"] == 0]
+    named = next(line for line in told if line["slow"] == "worker" and line["workers"] == [3])
+    assert named["factor"] > 1.5
+    assert f"worker 3 ({socket.gethostname()}, replica 1, role 1) computes" in named["words"]
+    assert "What would help: " in named["words"] and "batch shares by speed" in named["words"]
+    changed = next(line for line in told if line["slow"] == "shares")
+    rows: dict[int, list[int]] = {0: [], 1: []}
+    for line in run.lines("step"):
+        if line["worker"] in (0, 2) and line["step"] > changed["at"] and line["samples"] == 8:
+            rows[line["row"]].append(len(line["ids"]))
+    assert rows[0] and min(rows[0]) > max(rows[1])
+    waited = {line["step"]: line["waited"] for line in run.lines("step") if line["worker"] == 1}
+    assert waited[named["at"] - 1] > 0 and waited[0] == 0
+    for worker in (1, 2, 3):  # all say the same at the same commit
+        own = [line for line in run.lines("slow") if line["worker"] == worker]
+        assert [(line["slow"], line["at"], line["words"]) for line in own] == [(line["slow"], line["at"], line["words"]) for line in told]
+
+
+def waits(rank: int, world: int) -> tuple[list[int], dict[str, int], str]:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    before = torch.zeros(1)
+    sum_in_place(before, group)  # not measured: the watch does not run
+    STOPWATCH.begin(cuda=False)
+    if rank == 1:
+        time.sleep(0.3)
+    sum_in_place(before, group)
+    reduce_over(before, "max", group)
+    STOPWATCH.mark()
+    sum_in_place(before, group)  # after the mark: an exchange, but not in the way of computing
+    lap = STOPWATCH.end()
+    computed, by_group = lap.read()
+    return [computed, len(lap.waits), lap.num_waits], by_group, group.group_name
+
+
+def test_only_the_late_one_has_computed_and_the_others_have_waited(pool: Any) -> None:
+    laps = pool.run(waits, 3)
+    for (_, num_waits, num_in_the_way), by_group, name in laps:
+        assert (num_waits, num_in_the_way) == (3, 2) and set(by_group) == {name}
+    computed, waited = [lap[0][0] for lap in laps], [lap[1][lap[2]] for lap in laps]
+    assert computed[1] == max(computed) > 0.29e9 and waited[1] == min(waited)
+
+
+def meters(rank: int, world: int) -> list[Any]:
+    topology = Topology.from_shapes([(1, 2), (1, 1)])
+    groups = Groups(topology, rank)
+    control = ControlPlane(groups, torch.device("cpu"))
+    meter = PaceMeter(on=True)
+    heard = []
+    for samples in (3, 5):
+        meter.begin_window()
+        meter.begin()
+        for group in groups.slots.values():
+            sum_in_place(torch.zeros(2), group)
+        STOPWATCH.mark()
+        meter.end(samples + rank)
+        told = control.extreme(torch.tensor([7, *meter.outgoing(groups)]), largest=True).tolist()
+        meter.incoming(told[1:], groups)
+        heard.append(meter.heard)
+        meter.reshare_seconds = rank / 4
+        meter.commit(groups)
+    groups.destroy()
+    return heard
+
+
+def test_all_hear_the_same_of_the_window_before(pool: Any) -> None:
+    first, second = zip(*pool.run(meters, 3), strict=True)
+    assert first == (None, None, None)
+    assert second[0] == second[1] == second[2]
+    assert [one.samples for one in second[0].measured.values()] == [3, 4, 5] and second[0].reshare_seconds == 0.5
+    assert all(one.slot_seconds >= 0 and one.tp_seconds == 0 for one in second[0].exchanged.values())
+
+
+def test_whoever_has_nothing_to_say_keeps_all_from_judging() -> None:
+    class ThreeWorkers:
+        topology, worker = Topology.from_shapes([(1, 1)] * 3), 1
+
+    meter, groups = PaceMeter(on=True), ThreeWorkers()
+    meter.incoming([5, 1, 0, 0, 0] * 2 + [0] * 5, groups)  # type: ignore[arg-type]
+    assert meter.heard is None
+    meter.incoming([5 * 10**9, 2, 10**9, 2 * 10**9, 0] * 3, groups)  # type: ignore[arg-type]
+    assert meter.heard is not None and meter.heard.measured[2] == Measured(5.0, 2)
+    assert meter.heard.exchanged[0] == Exchanged(1.0, 2.0)
+    assert meter.outgoing(groups) == [0] * 15 and PaceMeter().outgoing(groups) == []  # type: ignore[arg-type]
+
+
+def manual(rank: int, world: int) -> str:
+    class Manual(jobs.TinyLlama):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with jobs.as_worker(rank, world):
+        strategy = jobs.ntp(replica_sizes=[1, 1], recovery=RecoveryConfig(slow=SlowConfig("act")))
+        try:
+            jobs.trainer(strategy, world).fit(Manual(), jobs.loader(8, 2))
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_shares_that_cannot_follow_are_refused_by_name(pool: Any) -> None:
+    for said in pool.run(manual, 2):
+        assert 'SlowConfig(mode="act") with automatic_optimization=False' in said and 'use mode="off"' in said
+
+
+def test_the_ledger_has_what_the_others_waited_and_the_event() -> None:
+    job = Job()
+    job.train(10, ms=400)
+    before = job.ledger.totals()
+    job.ledger.enter("productive")
+    job.pass_ms(400)
+    job.observer.on_slow(SlowEvent("worker", 11, (4,), 2.5, "worker 4 is slow"))
+    job.observer.on_commit(CommitEvent(10, 8.0, True, 1, 1, 0.0, straggler_seconds=0.25))
+    spent = job.ledger.totals().since(before)
+    assert spent.job_ns["straggler"] == 250 * MS and spent.job_ns["productive"] == 150 * MS
+    assert spent.gpu_ns["straggler"] == 6 * 250 * MS and sum(spent.gpu_ns.values()) == 6 * 400 * MS
+    row = job.observer.events[-1]
+    assert (row["event"], row["workers"], row["gpus"], row["roles"]) == ("slow", [4], [4], ["r1/fsdp0/tp1"])
+    assert row["why"] == "worker 4 is slow" and row["factor"] == 2.5
+
+
+def test_who_is_alerted_of_what() -> None:
+    event = SlowEvent("worker", 7, (3,), 2.0, "worker 3 computes 2.0 times as long")
+    [alert] = slow_alerts(event, "job")
+    assert (alert.kind, alert.title, alert.text) == ("slow", "slow worker: 3", event.words)
+    assert slow_alerts(SlowEvent("link", 7, (0, 4), 3.0, "slow"), "job")[0].title == "slow link: 0, 4"
+    assert [slow_alerts(SlowEvent(kind, 7, (3,), 1.0, ""), "job") for kind in ("well", "shares")] == [[], []]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_the_streams_are_timed_and_not_the_host() -> None:
+    STOPWATCH.begin(cuda=True)
+    matrix = torch.ones(4096, 4096, device="cuda")
+    for _ in range(50):
+        matrix = matrix @ matrix
+    STOPWATCH.mark()
+    lap = STOPWATCH.end()
+    torch.cuda.synchronize()
+    assert lap.read()[0] > 1e6

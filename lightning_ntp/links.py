@@ -42,9 +42,21 @@ class LinkWatch:
     topology: Topology
     limits: OutlierLimits = LINK_LIMITS
     _watches: dict[str, OutlierWatch[Link]] = field(init=False)
+    _slots: dict[Link, int] = field(init=False)  # how many slots its workers reduce
+    _rows: tuple[Link, ...] = field(init=False)
+    _num_hosted: dict[int, int] = field(init=False)  # slots that a worker reduces, over all links
 
     def __post_init__(self) -> None:
         self._watches = {kind: OutlierWatch(self.limits) for kind in ("slot", "tp")}
+        topology, self._slots, self._num_hosted = self.topology, {}, dict.fromkeys(self.topology.workers, 0)
+        for slot in topology.slots if len(topology.replicas) > 1 else ():
+            link = Link("slot", tuple(topology.host(replica, slot) for replica in range(len(topology.replicas))))
+            self._slots[link] = self._slots.get(link, 0) + 1
+            for worker in link.workers:
+                self._num_hosted[worker] += 1
+        # Data rows of other degrees exchange other amounts.
+        complete = [replica for replica in topology.replicas if replica.degree == topology.num_roles > 1]
+        self._rows = tuple(Link("tp", row) for replica in complete for row in replica.grid)
 
     @property
     def slow(self) -> dict[Link, float]:
@@ -55,30 +67,19 @@ class LinkWatch:
         """One step of all workers with a role; `samples` that each has run. Which links have become slow, or are well again."""
         turns = []
         for kind, watch in self._watches.items():
-            turns += watch.feed(self._slots(exchanged) if kind == "slot" else self._rows(exchanged, samples), step_seconds)
+            told = self._of_slots(exchanged) if kind == "slot" else self._of_rows(exchanged, samples)
+            turns += watch.feed(told, step_seconds)
         return turns
 
-    def _slots(self, exchanged: Mapping[int, Exchanged]) -> dict[Link, Sample]:
-        """By the workers that reduce the same slots."""
-        hosted: dict[Link, int] = {}
-        for slot in self.topology.slots:
-            hosts = tuple(self.topology.host(replica, slot) for replica in range(len(self.topology.replicas)))
-            if len(hosts) > 1:
-                link = Link("slot", hosts)
-                hosted[link] = hosted.get(link, 0) + 1
-        num_hosted = {worker: sum(n for link, n in hosted.items() if worker in link.workers) for worker in exchanged}
+    def _of_slots(self, exchanged: Mapping[int, Exchanged]) -> dict[Link, Sample]:
         return {
-            link: Sample(min(exchanged[worker].slot_seconds / num_hosted[worker] for worker in link.workers), num)
-            for link, num in hosted.items()
+            link: Sample(min(exchanged[worker].slot_seconds / self._num_hosted[worker] for worker in link.workers), num)
+            for link, num in self._slots.items()
         }
 
-    def _rows(self, exchanged: Mapping[int, Exchanged], samples: Mapping[int, int]) -> dict[Link, Sample]:
-        """By data rows of one degree: others exchange other amounts."""
-        rows = [row for replica in self.topology.replicas for row in replica.grid if replica.degree == self.topology.num_roles]
-        return {
-            Link("tp", row): Sample(
-                min(exchanged[worker].tp_seconds for worker in row) / max(samples[row[0]], 1), max(samples[row[0]], 1)
-            )
-            for row in rows
-            if len(row) > 1
-        }
+    def _of_rows(self, exchanged: Mapping[int, Exchanged], samples: Mapping[int, int]) -> dict[Link, Sample]:
+        told = {}
+        for link in self._rows:
+            units = max(samples[link.workers[0]], 1)
+            told[link] = Sample(min(exchanged[worker].tp_seconds for worker in link.workers) / units, units)
+        return told

@@ -62,9 +62,11 @@ class StragglerWatch:
     limits: OutlierLimits = field(default_factory=OutlierLimits)
     _watch: OutlierWatch[int] = field(init=False)
     _measured: dict[int, Measured] = field(default_factory=dict)
+    _degrees: dict[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._watch = OutlierWatch(self.limits)
+        self._degrees = {worker: replica.degree for replica in self.topology.replicas for worker in replica.workers}
 
     @property
     def slow(self) -> Mapping[int, float]:
@@ -76,7 +78,7 @@ class StragglerWatch:
         self._measured = dict(measured)
         samples = {}
         for worker, one in measured.items():
-            units = max(one.samples, 1) / self.topology.replica_of(worker).degree
+            units = max(one.samples, 1) / self._degrees[worker]
             samples[worker] = Sample(one.seconds / units, units)
         return self._watch.feed(samples, max(one.seconds for one in measured.values()))
 

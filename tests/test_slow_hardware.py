@@ -24,7 +24,9 @@ from lightning_ntp.strategy.pace import PaceMeter
 from lightning_ntp.testing import Fault, FaultScript
 from lightning_ntp.topology import Topology
 from tests import lightning_jobs as jobs
+from tests.engine import ShardedJob
 from tests.goodput_runs import MS, Job
+from tests.models import batch, tiny
 from tests.survival import Run
 
 SLOW = FaultScript(Fault("slow", 3, "forward", step=1, seconds=0.2))
@@ -75,6 +77,21 @@ def test_only_the_late_one_has_computed_and_the_others_have_waited(pool: Any) ->
         assert (num_waits, num_in_the_way) == (3, 2) and set(by_group) == {name}
     computed, waited = [lap[0][0] for lap in laps], [lap[1][lap[2]] for lap in laps]
     assert computed[1] == max(computed) > 0.29e9 and waited[1] == min(waited)
+
+
+def fsdp_waits(rank: int, world: int) -> tuple[int, int]:
+    job = ShardedJob(tiny("llama"), Topology.from_shapes([(2, 1)]), rank)
+    STOPWATCH.begin(cuda=False)
+    if rank == 1:
+        time.sleep(0.3)
+    job.backward(batch(101, 6, 5))
+    computed, by_group = STOPWATCH.end().read()
+    return computed, by_group[job.groups.fsdp.group_name]
+
+
+def test_waiting_in_the_collectives_of_fsdp_is_no_computing(pool: Any) -> None:
+    (quick, waited), (slow, waited_less) = pool.run(fsdp_waits, 2)
+    assert slow > quick and waited > waited_less
 
 
 def meters(rank: int, world: int) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from lightning_ntp.stragglers import Measured
 from lightning_ntp.strategy.alerts import slow_alerts
 from lightning_ntp.strategy.config import RecoveryConfig, SlowConfig
 from lightning_ntp.strategy.control import ControlPlane
-from lightning_ntp.strategy.events import CommitEvent, SlowEvent
+from lightning_ntp.strategy.events import CommitEvent, Observers, SlowEvent
 from lightning_ntp.strategy.groups import Groups
-from lightning_ntp.strategy.pace import PaceMeter
+from lightning_ntp.strategy.pace import Heard, PaceMeter
+from lightning_ntp.strategy.slowness import Slowness
 from lightning_ntp.testing import Fault, FaultScript
 from lightning_ntp.topology import Topology
 from tests import lightning_jobs as jobs
@@ -135,6 +137,66 @@ def test_whoever_has_nothing_to_say_keeps_all_from_judging() -> None:
     assert meter.heard is not None and meter.heard.measured[2] == Measured(5.0, 2)
     assert meter.heard.exchanged[0] == Exchanged(1.0, 2.0)
     assert meter.outgoing(groups) == [0] * 15 and PaceMeter().outgoing(groups) == []  # type: ignore[arg-type]
+
+
+class Judge(Slowness):
+    """What judges after each commit, without a fit around it."""
+
+    topology = Topology.from_shapes([(1, 2), (1, 2)])
+    is_global_zero = True
+
+    def __init__(self, mode: str) -> None:
+        slow = SlowConfig(mode, steps=3, horizon_seconds=100.0, cost_seconds=5.0)  # type: ignore[arg-type]
+        self.config: Any = SimpleNamespace(recovery=RecoveryConfig(slow=slow))
+        said = [(worker, {"host": f"node{worker // 2}"}) for worker in range(4)]
+        self.recovery: Any = SimpleNamespace(member=SimpleNamespace(generation=SimpleNamespace(who_said=lambda: said)))
+        self.observers, self.told, self._held_step = Observers(), [], 7
+        self.observers.add(self)  # type: ignore[arg-type]
+
+    runner: Any = SimpleNamespace(pace=PaceMeter())
+
+    def on_slow(self, event: SlowEvent) -> None:
+        self.told.append(event)
+
+    def judge(self, seconds: tuple[float, ...], slots: tuple[float, ...] = (0.1,) * 4, times: int = 8) -> float:
+        measured = {worker: Measured(one, 80) for worker, one in enumerate(seconds)}
+        exchanged = {worker: Exchanged(0.1, one) for worker, one in enumerate(slots)}
+        self.runner.pace.heard = Heard(measured, exchanged, 0.0)
+        return [self.judge_pace() for _ in range(times)][-1]
+
+
+def test_advice_names_worker_host_factor_and_what_would_help(caplog: pytest.LogCaptureFixture) -> None:
+    job = Judge("advise")
+    assert job.judge((1.0, 1.0, 1.0, 2.0)) == pytest.approx(1.0)
+    [event] = job.told
+    assert (event.kind, event.workers, event.step, event.factor) == ("worker", (3,), 7, pytest.approx(2.0))
+    assert event.words.startswith("worker 3 (node1, replica 1, role 1) computes 2.0 times as long as usual for the same work")
+    for words in ("batch shares by speed (3", "its neighbours take some of its granules (33% less", "leave without it: ntp drain 3 (3"):
+        assert words in event.words, event.words
+    assert caplog.messages == [f"step 7: {event.words}"]
+    assert job._next_shares is None
+    assert job.judge((1.0,) * 4, times=60) == 0.0
+    assert job.told[-1].kind == "well" and job.told[-1].words == "worker 3 (node1, replica 1, role 1) computes as fast as the others again"
+
+
+def test_shares_are_changed_only_where_that_pays() -> None:
+    job = Judge("act")
+    job.judge((1.0, 1.0, 1.0, 1.4), times=5)
+    assert [event.kind for event in job.told] == ["worker", "shares"]
+    assert job._next_shares is not None and job._next_shares[1].weights == (1000, 714)
+    assert "weights [1000, 714] of the data rows, 1" in job.told[-1].words
+    miser = Judge("act")
+    miser.config.recovery = RecoveryConfig(slow=SlowConfig("act", steps=3, horizon_seconds=20.0, cost_seconds=5.0))
+    miser.judge((1.0, 1.0, 1.0, 1.4), times=5)
+    assert [event.kind for event in miser.told] == ["worker"] and miser._next_shares is None
+
+
+def test_a_slow_link_between_replicas_is_named_with_its_hosts() -> None:
+    job = Judge("advise")
+    job.judge((1.0,) * 4, (0.6, 0.1, 0.6, 0.3))
+    [event] = job.told
+    assert (event.kind, event.workers) == ("link", (0, 2))
+    assert "the exchange of workers 0 and 2 (gradient sync between replicas), on node0, node1 takes 6.0 times as long" in event.words
 
 
 def manual(rank: int, world: int) -> str:

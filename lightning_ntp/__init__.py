@@ -22,6 +22,7 @@ from lightning_ntp.errors import (
 from lightning_ntp.goodput import Ledger
 from lightning_ntp.layout import ShardLayout
 from lightning_ntp.reshard import plan_reshard
+from lightning_ntp.stragglers import SlowConfig
 from lightning_ntp.strategy.registration import register
 from lightning_ntp.topology import Topology
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from lightning_ntp.simulator import simulate
     from lightning_ntp.strategy.alerts import AlertConfig
     from lightning_ntp.strategy.callback import ReshardOnGPULossLogic as ReshardOnGPULoss
-    from lightning_ntp.strategy.config import CheckpointConfig, RecoveryConfig, SlowConfig
+    from lightning_ntp.strategy.config import CheckpointConfig, RecoveryConfig
     from lightning_ntp.strategy.hub_models import from_pretrained
     from lightning_ntp.strategy.strategy import NTPStrategyLogic as NTPStrategy
 
@@ -38,7 +39,6 @@ _HOMES = {
     "AlertConfig": "strategy.alerts",
     "CheckpointConfig": "strategy.config",
     "RecoveryConfig": "strategy.config",
-    "SlowConfig": "strategy.config",
     "UnevenShard": "dtensor.placement",
     "from_pretrained": "strategy.hub_models",
     "simulate": "simulator",

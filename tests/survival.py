@@ -20,7 +20,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import RandomSampler
 
 from lightning_ntp.next_topology import WorkerCount
-from lightning_ntp.strategy.config import RecoveryConfig, SlowConfig
+from lightning_ntp.stragglers import SlowConfig
+from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.coordinator import Patience
 from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent, SlowEvent
 from lightning_ntp.strategy.fsdp import local_of

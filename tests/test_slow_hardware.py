@@ -15,9 +15,9 @@ from lightning_ntp.dtensor.collectives import reduce_over, sum_in_place
 from lightning_ntp.dtensor.stopwatch import STOPWATCH
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.links import Exchanged
-from lightning_ntp.stragglers import Measured
+from lightning_ntp.stragglers import Measured, SlowConfig
 from lightning_ntp.strategy.alerts import slow_alerts
-from lightning_ntp.strategy.config import RecoveryConfig, SlowConfig
+from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.events import CommitEvent, Observers, SlowEvent
 from lightning_ntp.strategy.groups import Groups

@@ -11,8 +11,8 @@ from lightning_ntp.errors import ConfigError
 from lightning_ntp.links import Exchanged, Link, LinkWatch
 from lightning_ntp.outliers import OutlierLimits, OutlierWatch, Sample
 from lightning_ntp.shares import deal
-from lightning_ntp.stragglers import Measured, StragglerWatch
-from lightning_ntp.strategy.config import RecoveryConfig, SlowConfig
+from lightning_ntp.stragglers import Measured, SlowConfig, StragglerWatch
+from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.topology import Topology
 
 QUICK = OutlierLimits(patience=5)

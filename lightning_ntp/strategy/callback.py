@@ -50,8 +50,8 @@ class ReshardOnGPULossLogic(UserHooks, _Base):
         flops_per_sample: forward and backward; None: by formula from the Hugging Face model in the module.
         peak_flops: of one GPU per second, for MFU; None: Lightning's table of GPUs.
 
-    Users derive from it for ``on_gpu_lost(event)``, ``on_reshard(event)``, ``on_recovered(event)``, ``on_rejoined(event)`` and
-    ``on_damage(event)``. These run on every survivor and must not talk to other workers; an exception in them ends the job.
+    Users derive from it for ``on_gpu_lost(event)``, ``on_reshard(event)``, ``on_recovered(event)``, ``on_rejoined(event)``,
+    ``on_damage(event)`` and ``on_slow(event)``. These run on every survivor and must not talk to other workers; an exception in them ends the job.
     """
 
     framework = "lightning.pytorch"

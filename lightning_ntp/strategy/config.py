@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.stragglers import SlowConfig
 from lightning_ntp.strategy.coordinator import Patience
 
 Size = int | Literal["auto"]
@@ -41,34 +42,6 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)  # no slots: LightningCLI reads a default through vars()
-class SlowConfig:
-    """What happens when a GPU computes longer than the others for the same work.
-
-    Args:
-        mode: ``"advise"`` names it and what would help; ``"act"`` also lets batch shares follow the speeds, if that gains more than
-            it costs; ``"off"`` measures nothing.
-        factor: slow is who takes so many times the usual time; well again below half of the excess.
-        steps: for so many steps in a row.
-        horizon_seconds: time over which a change of shares must pay.
-        cost_seconds: of such a change, until one has been measured that took longer.
-    """
-
-    mode: Literal["off", "advise", "act"] = "advise"
-    factor: float = 1.3
-    steps: int = 20
-    horizon_seconds: float = 600.0
-    cost_seconds: float = 5.0
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("off", "advise", "act"):
-            raise ConfigError(f'SlowConfig: mode is "off", "advise" or "act", got {self.mode!r}')
-        if not self.factor > 1 or self.steps < 1:
-            raise ConfigError(f"SlowConfig: factor is above 1 and steps at least 1, got {self.factor} and {self.steps}")
-        if self.horizon_seconds < 0 or self.cost_seconds < 0:
-            raise ConfigError("SlowConfig: horizon_seconds and cost_seconds are 0 or more")
-
-
-@dataclass(frozen=True)  # no slots: LightningCLI reads a default through vars()
 class RecoveryConfig:
     """What happens when a worker is lost.
 
@@ -97,7 +70,7 @@ class RecoveryConfig:
     max_respawns: int = 8
     integrity_every_n_steps: int | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
-    slow: SlowConfig = SlowConfig()
+    slow: SlowConfig = SlowConfig()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         if self.batch_policy != "keep":

@@ -22,6 +22,7 @@ from lightning_ntp.errors import (
 from lightning_ntp.goodput import Ledger
 from lightning_ntp.layout import ShardLayout
 from lightning_ntp.reshard import plan_reshard
+from lightning_ntp.stragglers import SlowConfig
 from lightning_ntp.strategy.registration import register
 from lightning_ntp.topology import Topology
 
@@ -56,6 +57,7 @@ __all__ = [
     "RecoveryConfig",
     "ReshardOnGPULoss",
     "ShardLayout",
+    "SlowConfig",
     "Topology",
     "UnevenShard",
     "UnrecoverableError",

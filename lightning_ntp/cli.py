@@ -18,6 +18,7 @@ from rich.table import Table
 from lightning_ntp.calibration import predict, read_records
 from lightning_ntp.cost_model import CostModel, ModelShape
 from lightning_ntp.errors import ConfigError, NTPError
+from lightning_ntp.goodput_dashboard import parse_project, view_spec
 from lightning_ntp.hf_config import load_hf_config
 from lightning_ntp.layout import ShardLayout, nested_layouts
 from lightning_ntp.planner import Placement, further_losses, plan_placement
@@ -353,6 +354,24 @@ def _report(run: Run, html: Html = None, every: Every = 0.0) -> None:
     """Goodput of a run, finished or alive: what every GPU did, what was lost, and every event."""
     with _plain_errors():
         report_run(run, html, every)
+
+
+@app.command()
+def dashboard(
+    project: Annotated[str, typer.Argument(help="ENTITY/PROJECT of W&B")],
+    title: Annotated[str, typer.Option(help="name of the view")] = "Goodput",
+    out: Annotated[Path | None, typer.Option(help="write the specification to this file; W&B is not asked")] = None,
+) -> None:
+    """A W&B workspace with goodput, badput, throughput and events of all runs of a project."""
+    with _plain_errors():
+        parse_project(project)
+        if out is not None:
+            out.write_text(json.dumps(view_spec(), indent=1) + "\n")
+            typer.echo(f"{out}: the specification; `ntp dashboard {project}` puts it into the project")
+            return
+        from lightning_ntp.strategy.wandb_dashboard import save_dashboard  # wandb takes seconds
+
+        typer.echo(f"the dashboard is at {save_dashboard(project, title)}")
 
 
 @app.command()

@@ -20,7 +20,10 @@ MAX_ROWS = 64
 """Timelines that a page shows; GPUs that were lost or parked come first."""
 
 ROW, LABEL, WIDTH = 22, 150, 1100
-EVENT_COLORS = {"loss": "#d62828", "recovery": "#e76f51", "rejoin": "#2a9d5c", "damage": "#7b2cbf", "exception": "#9d0208", "leave": "#457b9d"}
+EVENT_COLORS = {
+    "loss": "#d62828", "recovery": "#e76f51", "rejoin": "#2a9d5c", "damage": "#7b2cbf", "exception": "#9d0208", "leave": "#457b9d",
+    "slow": "#b08900",
+}  # fmt: skip
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1b2530;--dim:#5b6875;--paper:#fff;--card:#f4f6f8;--line:#d9dfe5}

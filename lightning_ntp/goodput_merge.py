@@ -16,13 +16,16 @@ from lightning_ntp.goodput_totals import IDLE
 def read_run(folder: Path) -> History:
     """All ledgers of a run's folder, merged.
 
+    One whose worker has not come further than making the file (it begins just now, died there, or the disk is full) is left out.
+
     Raises:
-        ConfigError: the folder has none.
+        ConfigError: the folder has none that can be read.
     """
     paths = sorted(folder.glob("ledger-*.jsonl"))
     if not paths:
         raise ConfigError(f"{folder} holds no ledger-*.jsonl; give the folder that the run named as its ledger")
-    return merge([read_ledger(path) for path in paths])
+    begun = [path for path in paths if b"\n" in path.read_bytes()]
+    return merge([read_ledger(path) for path in begun or paths])
 
 
 def merge(histories: Sequence[History]) -> History:

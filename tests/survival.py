@@ -20,9 +20,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import RandomSampler
 
 from lightning_ntp.next_topology import WorkerCount
+from lightning_ntp.stragglers import SlowConfig
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.coordinator import Patience
-from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent
+from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent, SlowEvent
 from lightning_ntp.strategy.fsdp import local_of
 from lightning_ntp.strategy.rendezvous import JobAddress
 from lightning_ntp.strategy.sampler import global_order
@@ -53,7 +54,11 @@ class Recorder(Observer):
             attempts=event.attempts,
             updated=event.updated,
             samples=event.num_samples,
+            waited=event.straggler_seconds,
         )
+
+    def on_slow(self, event: SlowEvent) -> None:
+        self.log(slow=event.kind, workers=event.workers, at=event.step, factor=event.factor, words=event.words)
 
     def on_loss(self, event: LossEvent) -> None:
         self.module.ids = []
@@ -107,7 +112,9 @@ def train(address: JobAddress, log: Log) -> None:
     settings = json.loads(os.environ["NTP_TEST"])
     with jobs.float64_norms():
         module = Recorded(**settings["model"])
-        strategy = jobs.ntp(recovery=RecoveryConfig(True, hang_seconds=40.0, **settings["recovery"]), **settings["strategy"])
+        slow = SlowConfig(**settings["slow"])
+        recovery = RecoveryConfig(True, hang_seconds=40.0, slow=slow, **settings["recovery"])
+        strategy = jobs.ntp(recovery=recovery, **settings["strategy"])
         if settings["max_rows"]:
             strategy._costs = lambda: Narrow(settings["workers"], max_rows=settings["max_rows"])
         strategy.observers.add(Recorder(log, module, strategy, settings["terminate"]))
@@ -176,6 +183,7 @@ class Run:
         recovery: dict[str, Any] | None = None,
         strategy: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
+        slow: dict[str, Any] | None = None,
         max_respawns: int = 0,
         max_losses_per_place: int = 100,
         max_rows: int | None = None,
@@ -197,6 +205,7 @@ class Run:
             "recovery": recovery or {},
             "strategy": {"replica_sizes": [3, 3]} | (strategy or {}),
             "model": model or {},
+            "slow": slow or {},
             "trainer": self.options,
         }
         os.environ["NTP_TEST"], os.environ["NTP_TEST_FOLDER"] = json.dumps(settings), str(folder)

@@ -153,6 +153,19 @@ def test_report_in_the_terminal_and_as_a_page(tmp_path: Path) -> None:
     assert one_file.exit_code == 0 and "215 steps" in one_file.output
 
 
+def test_report_on_a_run_that_is_alive_shows_what_is_written_so_far(tmp_path: Path) -> None:
+    job, told = Job(tmp_path), []
+    for _ in range(3):
+        job.train(30)
+        job.observer.flush()
+        (tmp_path / "ledger-1.jsonl").write_bytes(b"")  # its worker has just made it
+        (tmp_path / "ledger-2.jsonl").write_bytes(b'{"kind":"op')  # its worker died in its first write
+        result = CliRunner().invoke(app, ["report", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        told.append(re.search(r"(\d+) steps in (\S+)", result.output).groups())  # type: ignore[union-attr]
+    assert [steps for steps, _ in told] == ["30", "60", "90"] and len({seconds for _, seconds in told}) == 3
+
+
 @pytest.mark.parametrize("name", ["nothing", "empty"])
 def test_report_on_nothing_says_what_it_wants(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from lightning_ntp.cli import app
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.goodput_totals import BADPUT
 from lightning_ntp.strategy.wandb_log import EVENT_COLUMNS, event_row
@@ -108,6 +110,27 @@ def test_online_two_leaders_make_one_run(tmp_path: Path) -> None:
         assert set(server.runs) == {"ntp-job"}
         assert server.num_streamed > 0
     assert not list(tmp_path.glob("wandb/offline-run-*"))
+
+
+@pytest.mark.full
+def test_two_that_claim_to_lead_at_once_still_make_one_run(tmp_path: Path) -> None:
+    with WandbServer() as server:
+        writers = [_writer(tmp_path / str(leader), leader, "ends", **_online(server.url)) for leader in (0, 1)]
+        for process in writers:
+            output, _ = process.communicate(timeout=100)
+            assert process.returncode == 0 and "ID ntp-job" in output, output
+        assert set(server.runs) == {"ntp-job"}
+
+
+def test_report_on_an_offline_folder_shows_totals_and_the_table_of_events(two_leaders: Path, tmp_path: Path) -> None:
+    file = find_wandb_file(two_leaders)
+    assert file is not None
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(file.parent), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    for words in ("run ntp-job", "goodput: 50.00% of the job's time", "killed", "recovery"):
+        assert words in result.output, words
+    assert "ntp-job" in page.read_text()
 
 
 def test_a_wrong_key_is_said_and_the_run_is_kept_on_disk(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -88,6 +89,49 @@ def test_the_child_reports_xid_ecc_and_lost_gpus_once() -> None:
         {"kind": "ecc", "gpu": "GPU-b", "code": 3},
         {"kind": "gone", "gpu": "GPU-a"},
     ]
+
+
+def test_the_child_reports_links_that_fail_and_not_the_usual_replays(tmp_path: Path) -> None:
+    nvml = fake_nvml()
+    nvml.NVML_NVLINK_MAX_LINKS, nvml.NVML_NVLINK_ERROR_DL_REPLAY, nvml.NVML_NVLINK_ERROR_DL_RECOVERY = 4, 0, 1
+    counts = {("GPU-a", 0, 0): 10, ("GPU-a", 1, 0): 10, ("GPU-a", 0, 1): 3, ("GPU-a", 1, 1): 3}
+    down: set[int] = set()
+
+    def state(handle: str, link: int) -> int:
+        if handle != "GPU-a" or link > 1:
+            raise nvml.NVMLError(3)
+        return int(link not in down)
+
+    nvml.nvmlDeviceGetNvLinkState = state
+    nvml.nvmlDeviceGetNvLinkErrorCounter = lambda handle, link, counter: counts[handle, link, counter]
+    port = tmp_path / "mlx5_0" / "ports" / "1" / "counters"
+    port.mkdir(parents=True)
+    (port / "link_downed").write_text("7\n")
+    (port / "symbol_error").write_text("N/A\n")
+
+    def later() -> None:
+        counts.update({("GPU-a", 0, 0): 900, ("GPU-a", 1, 0): 2500, ("GPU-a", 1, 1): 4})
+        (port / "link_downed").write_text("8\n")
+
+    nvml.script += [later, *[lambda: None] * 10, lambda: down.add(1)]
+    events: list[dict[str, Any]] = []
+    watch(nvml, ["GPU-a", "GPU-b"], lambda **event: events.append(event), 40, tmp_path)
+    assert [(e["gpu"], e["code"], e["detail"]) for e in events if e["kind"] == "link"] == [
+        ("GPU-a", 2490, "NVLink 1 REPLAY"),
+        ("GPU-a", 1, "NVLink 1 RECOVERY"),
+        ("mlx5_0 port 1", 1, "link_downed"),
+        ("GPU-a", 1, "NVLink 1 down"),
+    ]
+
+
+def test_a_failing_link_loses_nobody_and_is_told() -> None:
+    text = json.dumps({"kind": "link", "gpu": "GPU-a", "code": 79, "detail": "NVLink 1 REPLAY"})
+    watcher = listen(f"import time; print({text!r}, flush=True); time.sleep(60)")
+    heard: list[HealthEvent] = []
+    until(lambda: heard.extend(watcher.poll()) or heard)
+    watcher.close()
+    assert not heard[0].is_fatal  # 79 errors are no Xid 79
+    assert str(heard[0]) == "GPU-a: 79 new errors of NVLink 1 REPLAY: a failing link makes all exchanges over it slow"
 
 
 def test_which_events_lose_a_worker_and_how_they_are_told() -> None:

@@ -26,6 +26,7 @@ class WandbServer:
         self.is_up = True
         self.runs: dict[str, list[str]] = {}  # name -> whether W&B said "inserted" or "resumed", per process
         self.configs: dict[str, str] = {}
+        self.views: list[dict[str, Any]] = []
         self.num_streamed = 0
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
@@ -55,6 +56,9 @@ class WandbServer:
                 self.runs.setdefault(name, [])
             self.configs[name] = str(variables.get("config"))
             return {"upsertBucket": {"bucket": self._run(name), "inserted": True, "configPatch": None}}
+        if operation == "UpsertView2":
+            self.views.append(variables)
+            return {"upsertView": {"view": {"id": "w", "name": name}, "inserted": True}}
         if operation == "CreateRunFiles":
             return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": [self._upload(file) for file in variables["files"]]}}
         nothing = {"cliVersionInfo": {"max_cli_version": "9.9.9"}, "latestLocalVersionInfo": None, "features": []}

@@ -10,12 +10,26 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from lightning_ntp.dtensor._torch_private import functional
+from lightning_ntp.dtensor.stopwatch import STOPWATCH, Moment
+
+
+def begin_wait() -> Moment | None:
+    """Call before a collective; None where nobody measures, and in traced code, which has no clock."""
+    return None if torch.compiler.is_compiling() or not STOPWATCH.running else STOPWATCH.now()
+
+
+def end_wait(group: ProcessGroup, began: Moment | None) -> None:
+    """Call after it, with what `begin_wait` has said: the time between was waiting in `group`."""
+    if began is not None:
+        STOPWATCH.waited(group, began)
 
 
 def sum_in_place(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Sum a tensor of one shape over a group, in place. Collective over `group`; free for a group of one."""
     if group.size() > 1:
+        began = begin_wait()
         dist.all_reduce(tensor, group=group)
+        end_wait(group, began)
     return tensor
 
 
@@ -35,7 +49,9 @@ def exchange_uneven(
     Collective over `group`.
     """
     received = send.new_empty(sum(receive_sizes))
+    began = begin_wait()
     dist.all_to_all_single(received, send, list(receive_sizes), list(send_sizes), group=group)
+    end_wait(group, began)
     return received
 
 
@@ -48,7 +64,9 @@ def broadcast_in_place(tensor: torch.Tensor, source: int, group: ProcessGroup) -
 def max_in_place(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Elementwise maximum over a group, in place. Collective over `group`; free for a group of one."""
     if group.size() > 1:
+        began = begin_wait()
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        end_wait(group, began)
     return tensor
 
 
@@ -93,8 +111,9 @@ def gather_stacked(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Equal tensors of all peers, one after the other along dim 0. Collective over `group`; traceable."""
     if group.size() == 1:
         return tensor
+    began = begin_wait()
     stacked = functional.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
-    return functional.wait_tensor(stacked)
+    return _arrived(stacked, group, began)
 
 
 def exchange_rows(
@@ -104,12 +123,20 @@ def exchange_rows(
 
     Collective over `group`.
     """
+    began = begin_wait()
     received = functional.all_to_all_single(send.contiguous(), list(receive_sizes), list(send_sizes), group.group_name)
-    return functional.wait_tensor(received)
+    return _arrived(received, group, began)
 
 
 def reduce_over(tensor: torch.Tensor, operation: str, group: ProcessGroup) -> torch.Tensor:
     """A reduced copy; `operation` is "sum", "max" or "min". Collective over `group`; traceable."""
     if group.size() == 1:
         return tensor
-    return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), operation, group.group_name))
+    began = begin_wait()
+    return _arrived(functional.all_reduce(tensor.contiguous(), operation, group.group_name), group, began)
+
+
+def _arrived(tensor: torch.Tensor, group: ProcessGroup, began: Moment | None) -> torch.Tensor:
+    result = functional.wait_tensor(tensor)
+    end_wait(group, began)
+    return result

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from lightning_ntp.dtensor.collectives import exchange_uneven, sum_in_place
+from lightning_ntp.dtensor.stopwatch import STOPWATCH
 from lightning_ntp.errors import PlanMismatchError
 from lightning_ntp.kernels.blocks import Block, Moves, PackedRuns, padded
 from lightning_ntp.kernels.pack import move_blocks, pack, unpack
@@ -118,6 +119,7 @@ class BucketSync:
                 f"bucket {self.index} ({self.plan.names[0]} and {len(self.plan.names) - 1} more): got {flat.numel()} gradient "
                 f"elements, planned {self.plan.flat_numel}; was a parameter frozen or set free after the model had been cut?"
             )
+        STOPWATCH.mark()
         if self.window.more_to_come or not self.window.is_last_micro_batch:
             self._set_aside(flat)
             return

@@ -15,6 +15,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_ntp.dtensor.collectives import begin_wait, end_wait
 from lightning_ntp.errors import ConfigError
 
 
@@ -81,6 +82,35 @@ def adopt_parameters(unit: FSDPModule) -> None:
     state: Any = unit._get_fsdp_state()
     for fsdp_param in () if state._fsdp_param_group is None else state._fsdp_param_group.fsdp_params:
         fsdp_param.reset_sharded_param()
+
+
+class _TimedComm:
+    """One of FSDP2's collectives, timed as waiting. The one inside allocates and communicates as before."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        began = begin_wait()
+        work = self._inner(*args, group=group, **kwargs)
+        end_wait(group, began)
+        return work
+
+
+def time_waits(unit: FSDPModule) -> None:
+    """What a unit waits in FSDP2's own collectives shall not count as computing.
+
+    The public ``set_custom_all_gather`` would need the default one, which is private too. On CUDA they run on streams of their own,
+    and what the computing waits for them is not seen.
+    """
+    state: Any = unit._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+            if (inner := vars(group).get(name)) is not None:
+                setattr(group, name, _TimedComm(inner))
 
 
 def forget_compiled(module: nn.Module) -> None:

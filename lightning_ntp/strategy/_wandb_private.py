@@ -1,7 +1,12 @@
-"""Private names of Lightning's WandbLogger, each with its reason. Tried on Lightning 2.6.6; tests/test_goodput_wandb.py is the contract."""
+"""Private names of Lightning's WandbLogger and of wandb, each with its reason.
+
+Tried on Lightning 2.6.6 and wandb 0.31.0; tests/test_goodput_wandb.py and test_dashboard.py are the contract.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -38,3 +43,13 @@ def set_wandb_offline(logger: Any) -> None:
     """Before the run exists: write to disk only."""
     logger._offline = True
     logger._wandb_init["mode"] = "offline"
+
+
+def ask_wandb(query: str, variables: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The answer of W&B's server to a GraphQL query, with the user's key, and the address of its pages.
+
+    wandb makes no workspaces by itself, and offers no public way to send a query since it has no ``Api().client`` any more.
+    """
+    service: Any = importlib.import_module("wandb").Api()._service_api
+    answer: dict[str, Any] = service.execute_graphql(query, variables=dict(variables))
+    return answer, service.app_url

@@ -13,9 +13,9 @@ from typing import Any
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.background import Background
-from lightning_ntp.strategy.events import RecoveryEvent
+from lightning_ntp.strategy.events import RecoveryEvent, SlowEvent
 
-KINDS = ("loss", "recovery", "rejoin", "damage", "unrecoverable", "goodput")
+KINDS = ("loss", "recovery", "rejoin", "damage", "slow", "unrecoverable", "goodput")
 SEND_SECONDS = 20.0
 """A command or webhook that takes longer is given up."""
 
@@ -81,6 +81,13 @@ def recovery_alerts(event: RecoveryEvent, why: str, job: str) -> list[Alert]:
     if event.joined:
         found.append(Alert("rejoin", f"worker {_listed(event.joined)} is back", text, job))
     return found
+
+
+def slow_alerts(event: SlowEvent, job: str) -> list[Alert]:
+    """What to say of slow hardware; nothing of shares that follow it, or once all is well again."""
+    if event.kind not in ("worker", "link"):
+        return []
+    return [Alert("slow", f"slow {event.kind}: {_listed(event.workers)}", event.words, job)]
 
 
 def _listed(workers: Sequence[int]) -> str:

@@ -20,8 +20,8 @@ from lightning_ntp.errors import ConfigError, UnrecoverableError
 from lightning_ntp.goodput import Ledger, steady_clock
 from lightning_ntp.goodput_file import LedgerFile
 from lightning_ntp.strategy import rendezvous, supervisor_config, throughput
-from lightning_ntp.strategy.alerts import Alert, AlertConfig, Alerts, recovery_alerts
-from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, RecoveryEvent
+from lightning_ntp.strategy.alerts import Alert, AlertConfig, Alerts, recovery_alerts, slow_alerts
+from lightning_ntp.strategy.events import CommitEvent, DamageEvent, RecoveryEvent, SlowEvent
 from lightning_ntp.strategy.hooks import JobObserver, UserHooks
 from lightning_ntp.strategy.job_facts import describe_job
 from lightning_ntp.strategy.ledger_observer import LedgerObserver, process_start_ns
@@ -50,8 +50,8 @@ class ReshardOnGPULossLogic(UserHooks, _Base):
         flops_per_sample: forward and backward; None: by formula from the Hugging Face model in the module.
         peak_flops: of one GPU per second, for MFU; None: Lightning's table of GPUs.
 
-    Users derive from it for ``on_gpu_lost(event)``, ``on_reshard(event)``, ``on_recovered(event)``, ``on_rejoined(event)`` and
-    ``on_damage(event)``. These run on every survivor and must not talk to other workers; an exception in them ends the job.
+    Users derive from it for ``on_gpu_lost(event)``, ``on_reshard(event)``, ``on_recovered(event)``, ``on_rejoined(event)``,
+    ``on_damage(event)`` and ``on_slow(event)``. These run on every survivor and must not talk to other workers; an exception in them ends the job.
     """
 
     framework = "lightning.pytorch"
@@ -286,13 +286,13 @@ class ReshardOnGPULossLogic(UserHooks, _Base):
     def _on_commit(self, event: CommitEvent) -> None:
         self._meter.commit(event.seconds, event.num_samples if event.updated else 0.0)
 
-    def _on_loss(self, event: LossEvent) -> None:
-        self.on_gpu_lost(event)
-
     def _on_damage(self, event: DamageEvent) -> None:
-        if self._leads():
-            self._alerts.send(Alert("damage", f"copies differ after step {event.step}", "; ".join(event.shown), self.job))
+        self._send([Alert("damage", f"copies differ after step {event.step}", "; ".join(event.shown), self.job)])
         self.on_damage(event)
+
+    def _on_slow(self, event: SlowEvent) -> None:
+        self._send(slow_alerts(event, self.job))
+        self.on_slow(event)
 
     def _on_recovery(self, event: RecoveryEvent) -> None:
         """The leader of the new generation speaks for the job, also about what happened under the old one."""
@@ -300,8 +300,7 @@ class ReshardOnGPULossLogic(UserHooks, _Base):
             for run in self._runs:
                 run.take_over(describe_job(self._trainer, self._topology(), self.ledger_folder))
             why = next((row["why"] for row in reversed(self._observe.events) if row["event"] == "loss"), "")
-            for alert in recovery_alerts(event, why, self.job):
-                self._alerts.send(alert)
+            self._send(recovery_alerts(event, why, self.job))
             self._write(self._trainer.global_step)
             for run in self._runs:
                 run.log_events(self._observe.events, self.ledger.now())
@@ -310,6 +309,10 @@ class ReshardOnGPULossLogic(UserHooks, _Base):
             self.on_rejoined(event)
         if event.lost:
             self.on_recovered(event)
+
+    def _send(self, alerts: list[Alert]) -> None:
+        for alert in alerts if self._leads() else ():
+            self._alerts.send(alert)
 
     def _wandb_alert(self, title: str, text: str) -> None:
         for run in self._runs:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.stragglers import SlowConfig
 from lightning_ntp.strategy.coordinator import Patience
 
 Size = int | Literal["auto"]
@@ -58,6 +59,7 @@ class RecoveryConfig:
         integrity_every_n_steps: how often replicas compare the bits of their state, beside the comparison after each recovery;
             None: never. With three or more copies the one that differs is named and overwritten, with two the job ends.
         checkpoint: how the last resort is written.
+        slow: what happens about slow GPUs.
     """
 
     enabled: bool = True
@@ -68,6 +70,7 @@ class RecoveryConfig:
     max_respawns: int = 8
     integrity_every_n_steps: int | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    slow: SlowConfig = SlowConfig()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         if self.batch_policy != "keep":
@@ -77,6 +80,8 @@ class RecoveryConfig:
             )
         if not isinstance(self.checkpoint, CheckpointConfig):
             raise ConfigError(f"RecoveryConfig: checkpoint is a CheckpointConfig, got {type(self.checkpoint).__name__}")
+        if not isinstance(self.slow, SlowConfig):
+            raise ConfigError(f"RecoveryConfig: slow is a SlowConfig, got {type(self.slow).__name__}")
         if not self.hang_seconds > 0:
             raise ConfigError(f"RecoveryConfig: hang_seconds must be above 0, got {self.hang_seconds}")
         if self.min_workers < 1:

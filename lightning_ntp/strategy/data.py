@@ -169,6 +169,7 @@ class LoaderPlan:
             earlier loader of the same epoch is at hand, its `start_of` says it exactly.
         manual: the user's training_step optimizes, see `RowShares.manual`.
         progress: position of the running job, for checkpoints.
+        weights: of the data rows' shares in training; by their devices unless given.
     """
 
     topology: Topology
@@ -180,13 +181,14 @@ class LoaderPlan:
     start_at: int | Start = 0
     manual: bool = False
     progress: Callable[[], DataPosition] = lambda: DataPosition(0, 0)
+    weights: tuple[int, ...] | None = None
 
     def shares(self, batch_size: int) -> RowShares:
         """Who runs how much when the user's loader has this batch size."""
         if self.training and self.manual:
             return RowShares.manual(self.topology, batch_size, self.num_healthy_rows)
         if self.training:
-            return RowShares.training(self.topology, batch_size, self.num_healthy_rows)
+            return RowShares.training(self.topology, batch_size, self.num_healthy_rows, self.weights)
         return RowShares.evaluation(self.topology, batch_size)
 
 

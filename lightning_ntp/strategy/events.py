@@ -94,6 +94,7 @@ class CommitEvent:
     attempts: how often its window ran, 1 unless workers were lost.
     generation: that decided it; 0 without recovery.
     seconds: `time.monotonic` after the update.
+    straggler_seconds: for which slow workers kept the others waiting in the step before this one.
     """
 
     step: int
@@ -102,6 +103,26 @@ class CommitEvent:
     attempts: int
     generation: int
     seconds: float
+    straggler_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlowEvent:
+    """Something is slow, or is not any more; said by every worker at the same commit.
+
+    kind: ``"worker"``, ``"link"``, ``"well"`` (a worker or link is as fast as others again) or ``"shares"`` (other batch shares
+        from the next step on).
+    step: optimizer steps that are complete.
+    workers: ids; of a link all that exchange over it.
+    factor: times as long as usual.
+    words: who, where, how slow, what would help.
+    """
+
+    kind: str
+    step: int
+    workers: tuple[int, ...]
+    factor: float
+    words: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +169,9 @@ class Observer(Protocol):
     def on_damage(self, event: DamageEvent) -> None:
         """Copies of the state differ."""
 
+    def on_slow(self, event: SlowEvent) -> None:
+        """A worker or a link is slow, or well again."""
+
 
 @dataclass
 class Observers:
@@ -191,3 +215,8 @@ class Observers:
         """Say that copies of the state differ."""
         for observer in self._all:
             observer.on_damage(event)
+
+    def slow(self, event: SlowEvent) -> None:
+        """Say that something is slow, or well again."""
+        for observer in self._all:
+            observer.on_slow(event)

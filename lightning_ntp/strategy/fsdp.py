@@ -26,6 +26,7 @@ from lightning_ntp.strategy._torch_private import (
     adopt_parameters,
     bucket_parameters,
     forget_compiled,
+    time_waits,
     undo_fully_shard,
 )
 from lightning_ntp.strategy.backward_watch import BackwardWatch
@@ -354,6 +355,8 @@ def _apply_fsdp(
     for sharded in units:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+        if at.fsdp_size > 1:
+            time_waits(sharded)
     return tuple(units)
 
 

@@ -1,4 +1,4 @@
-"""What the driver says of this node's GPUs: Xid errors, memory errors, a GPU that has fallen off the bus.
+"""What the driver says of this node's GPUs: Xid errors, memory errors, a GPU that has fallen off the bus, failing links.
 
     HealthWatch  --starts-->  nvml_child.py  --one JSON line per event-->  poll()
 
@@ -47,22 +47,25 @@ they are noted, and its process says how it ends."""
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """Something that happened to a GPU. kind: "xid", "ecc" or "gone"."""
+    """Something that happened to a GPU. kind: "xid", "ecc", "gone", or "link": `code` new errors of the link in `detail`."""
 
     kind: str
     gpu: str
     code: int = 0
+    detail: str = ""
 
     @property
     def is_fatal(self) -> bool:
         """Whether the worker on this GPU is lost."""
-        return self.kind in ("gone", "ecc") or self.code in FATAL_XIDS
+        return self.kind in ("gone", "ecc") or (self.kind == "xid" and self.code in FATAL_XIDS)
 
     def __str__(self) -> str:
         if self.kind == "gone":
             return f"{self.gpu} has fallen off the bus"
         if self.kind == "ecc":
             return f"{self.gpu}: {self.code} new uncorrected memory errors"
+        if self.kind == "link":
+            return f"{self.gpu}: {self.code} new errors of {self.detail}: a failing link makes all exchanges over it slow"
         return f"{self.gpu}: Xid {self.code} ({FATAL_XIDS.get(self.code, 'raised by the program')})"
 
 
@@ -167,6 +170,8 @@ def _parse(line: bytes) -> HealthEvent | None:
         event: Mapping[str, object] = json.loads(line)
     except ValueError:
         return None
-    if event.get("kind") not in ("xid", "ecc", "gone"):
+    if event.get("kind") not in ("xid", "ecc", "gone", "link"):
         return None
-    return HealthEvent(str(event["kind"]), str(event["gpu"]), int(str(event.get("code", 0))))
+    return HealthEvent(
+        str(event["kind"]), str(event["gpu"]), int(str(event.get("code", 0))), str(event.get("detail", ""))
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, RecoveryEvent
+from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, RecoveryEvent, SlowEvent
 from lightning_ntp.strategy.ledger_observer import LedgerObserver
 
 
@@ -26,6 +26,9 @@ class UserHooks:
     def on_damage(self, event: DamageEvent) -> None:
         """For users: a comparison of replicas has found a flipped bit."""
 
+    def on_slow(self, event: SlowEvent) -> None:
+        """For users: a worker or a link is slow, or well again, or batch shares follow."""
+
 
 class JobObserver(LedgerObserver):
     """Tells the callback after the ledger has been told."""
@@ -38,7 +41,7 @@ class JobObserver(LedgerObserver):
 
     def on_loss(self, event: LossEvent) -> None:
         super().on_loss(event)
-        self.callback._on_loss(event)
+        self.callback.on_gpu_lost(event)
 
     def on_recovery(self, event: RecoveryEvent) -> None:
         super().on_recovery(event)
@@ -47,3 +50,7 @@ class JobObserver(LedgerObserver):
     def on_damage(self, event: DamageEvent) -> None:
         super().on_damage(event)
         self.callback._on_damage(event)
+
+    def on_slow(self, event: SlowEvent) -> None:
+        super().on_slow(event)
+        self.callback._on_slow(event)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -73,5 +74,5 @@ def _join(address: rendezvous.JobAddress, backend: str, device: torch.device, co
         faults=FaultScript.from_env(os.environ),
     )
     if not is_late(os.environ):  # else it joins when its script has come to the fit that the others are in
-        member.join({"step": None, "error": "", "phase": "start", "setups": 0})
+        member.join({"step": None, "error": "", "phase": "start", "setups": 0, "host": socket.gethostname()})
     return member

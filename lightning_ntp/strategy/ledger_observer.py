@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_ntp.goodput import Ledger
 from lightning_ntp.goodput_totals import PRODUCTIVE
-from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent
+from lightning_ntp.strategy.events import CommitEvent, DamageEvent, LossEvent, Observer, RecoveryEvent, SlowEvent
 from lightning_ntp.topology import Topology
 
 PHASE_BUCKETS = {
@@ -95,6 +95,9 @@ class LedgerObserver(Observer):
         ledger.commit(event.step + 1)
         self.num_samples += event.num_samples if event.updated else 0.0
         self._time_step()
+        if event.straggler_seconds:
+            ledger.move(int(event.straggler_seconds * 1e9), PRODUCTIVE, "straggler")
+            self._productive_before = ledger.productive_ns
         now = ledger.now()
         if now - self._flushed_ns > max(FLUSH_SECONDS * 1e9, (now - self._start_ns) / FLUSH_SHARE):
             self.flush()
@@ -117,6 +120,19 @@ class LedgerObserver(Observer):
             roles=[_role_text(role) for role in before.values()],
             why=event.why,
             phase=event.phase,
+        )
+
+    def on_slow(self, event: SlowEvent) -> None:
+        """For the record."""
+        self.note(
+            "slow" if event.kind in ("worker", "link") else event.kind,
+            key=[self.ledger.generation, event.step, *event.workers],
+            step=event.step,
+            workers=list(event.workers),
+            gpus=self._gpus_of(event.workers),
+            roles=[_role_text(self.roles.get(worker)) for worker in event.workers],
+            why=event.words,
+            factor=round(event.factor, 3),
         )
 
     def on_recovery(self, event: RecoveryEvent) -> None:

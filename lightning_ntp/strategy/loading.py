@@ -40,6 +40,11 @@ class Loading(StrategyBase):
         loader.set_epoch(trainer.current_epoch)  # Lightning creates the first iterator before it tells the epoch
         return loader
 
+    @property
+    def row_weights(self) -> tuple[int, ...]:
+        """By which a window's samples are dealt to the data rows. Equal on all workers."""
+        raise NotImplementedError
+
     def _own_loader(self, source: Any, training: bool) -> Any:
         trainer = self.lightning_module.trainer
         plan = LoaderPlan(
@@ -51,6 +56,7 @@ class Loading(StrategyBase):
             lambda: trainer.accumulate_grad_batches,
             manual=not self.lightning_module.automatic_optimization,
             progress=lambda: epoch_counts(trainer).position,
+            weights=self.row_weights,
         )
         loader = rebuild_loader(source, plan)
         if training:

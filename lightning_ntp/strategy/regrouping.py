@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,20 +21,19 @@ from lightning_ntp.strategy.control import ControlPlane, gather_everyone
 from lightning_ntp.strategy.damage import flip_bit
 from lightning_ntp.strategy.generation import Generation
 from lightning_ntp.strategy.groups import Groups
-from lightning_ntp.strategy.loading import Loading
 from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.outlook import device_spec
 from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.rendezvous import EXIT_PARKED
 from lightning_ntp.strategy.screen import layout
+from lightning_ntp.strategy.slowness import Slowness
 from lightning_ntp.strategy.state import rebuild
-from lightning_ntp.strategy.stepping import Stepping
 from lightning_ntp.strategy.takeover import take_over
 from lightning_ntp.testing import Fault
 from lightning_ntp.topology import Topology
 
 
-class Regrouping(Stepping, Loading):
+class Regrouping(Slowness):
     """The strategy as a `recovery.Job`."""
 
     @property
@@ -43,7 +43,8 @@ class Regrouping(Stepping, Loading):
 
     def info(self) -> dict[str, Any]:
         """For the others when this worker joins: the step of its state, None while it has none, and the job for newcomers."""
-        told = {"setups": self._num_setups, "briefed": not self._is_newcomer or self._live is not None}
+        told: dict[str, Any] = {"setups": self._num_setups, "briefed": not self._is_newcomer or self._live is not None}
+        told["host"] = socket.gethostname()
         if self._runner is None:
             return told | {"step": None}
         step = None if self._awaits_state else self._held_step

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import heapq
 import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -25,6 +22,7 @@ from torch.utils.data import BatchSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.shares import deal
 from lightning_ntp.topology import Topology
 
 
@@ -59,29 +57,6 @@ def reseed(*parts: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-@lru_cache(maxsize=4096)
-def deal(total: int, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """`total` samples dealt one by one in proportion to `weights` (Sainte-Laguë): each goes to the largest weight / (2n + 1).
-
-    Never takes a sample back when `total` grows, so that shares of a window's positions add up to the shares of the window.
-    Ties go to the lowest index; a weight of 0 gets nothing.
-
-    Raises:
-        ConfigError: a negative weight, or no positive one.
-    """
-    if not weights or min(weights) < 0 or max(weights) == 0:
-        raise ConfigError(f"shares need weights of at least 0 and one above, got {weights}")
-    # Each final count is at least floor(quota) - number of parties, so the dealing can start there.
-    counts = [max(0, total * weight // sum(weights) - len(weights)) for weight in weights]
-    heap = [(-Fraction(w, 2 * n + 1), i) for i, (w, n) in enumerate(zip(weights, counts, strict=True)) if w]
-    heapq.heapify(heap)
-    for _ in range(total - sum(counts)):
-        _, i = heap[0]
-        counts[i] += 1
-        heapq.heapreplace(heap, (-Fraction(weights[i], 2 * counts[i] + 1), i))
-    return tuple(counts)
-
-
 @dataclass(frozen=True, slots=True)
 class RowShares:
     """Who runs how much of each global batch.
@@ -110,11 +85,17 @@ class RowShares:
         deal(0, self.weights)
 
     @classmethod
-    def training(cls, topology: Topology, batch_size: int, num_healthy_rows: int | None = None) -> RowShares:
-        """In proportion to the devices of each data row: one role less means a smaller share."""
+    def training(
+        cls,
+        topology: Topology,
+        batch_size: int,
+        num_healthy_rows: int | None = None,
+        weights: tuple[int, ...] | None = None,
+    ) -> RowShares:
+        """In proportion to `weights` where speeds are known, else to the devices of each data row: one role less, a smaller share."""
         rows = topology.data_rows
         degrees = tuple(topology.replicas[replica].degree for replica, _ in rows)
-        return cls(batch_size, num_healthy_rows or len(rows), degrees, tuple(replica for replica, _ in rows))
+        return cls(batch_size, num_healthy_rows or len(rows), weights or degrees, tuple(replica for replica, _ in rows))
 
     @classmethod
     def manual(cls, topology: Topology, batch_size: int, num_healthy_rows: int | None = None) -> RowShares:

@@ -116,12 +116,17 @@ class Stepping(Inspection):
         else:
             optimizer.zero_grad()  # nothing in the whole window counts: no update, as a mean over nothing is none
         self._held_step += 1  # from here on this worker's state is that of the next step
-        self.observers.commit(self._commit_event(attempt))
+        self.runner.pace.commit(self.control.groups)
+        self.observers.commit(self._commit_event(attempt, self.judge_pace()))
         self.inspect_if_due()
         return attempt.loss
 
     def save_and_end(self, trainer: Any) -> None:
         """The whole job has to go at this step boundary. Does not return. All workers with a role."""
+        raise NotImplementedError
+
+    def judge_pace(self) -> float:
+        """Seconds for which slow workers kept the others waiting in the step before. Local."""
         raise NotImplementedError
 
     def _opened_window(self, trainer: Any) -> OpenWindow:
@@ -179,7 +184,7 @@ class Stepping(Inspection):
         """The next loop batch, as Lightning's loop would have it, becomes the one that runs."""
         self.batch_to_device(next_batch(self.lightning_module.trainer))
 
-    def _commit_event(self, attempt: Attempt) -> CommitEvent:
+    def _commit_event(self, attempt: Attempt, straggler_seconds: float) -> CommitEvent:
         assert attempt.decision is not None
         return CommitEvent(
             step=self._held_step - 1,
@@ -188,4 +193,5 @@ class Stepping(Inspection):
             attempts=self.recovery.num_attempts,
             generation=self.recovery.generation,
             seconds=time.monotonic(),
+            straggler_seconds=straggler_seconds,
         )

@@ -45,6 +45,7 @@ from lightning_ntp.strategy.launcher import WorkerLauncher
 from lightning_ntp.strategy.manual import ManualOptimization
 from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.newcomers import Newcomers
+from lightning_ntp.strategy.pace import PaceMeter
 from lightning_ntp.strategy.screen import first_screen
 from lightning_ntp.strategy.takeover import adopt_versions, versions
 from lightning_ntp.strategy.weight_files import read_cells, sources_of
@@ -144,13 +145,15 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
                 self.setup_optimizers(trainer)
             checks.check_optimizers(self.optimizers, module)
             self.check_inspectable()
+            self.check_slowness()
         self.setup_precision_plugin()
 
     def use(self, sharded: ShardedModel, healthy: Topology) -> None:
         """Go on with a cut model. Local."""
         self._topology, self._healthy = sharded.groups.topology, healthy
         self._num_healthy_rows = len(healthy.data_rows)
-        self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed)
+        pace = PaceMeter(self.measures_pace, self.root_device.type == "cuda")
+        self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed, pace)
         CUT_MODULES[self.lightning_module] = sharded, healthy
 
     def _shard(self, module: Any, healthy: Topology) -> ShardedModel:

@@ -217,7 +217,7 @@ class Supervisor(SupervisorBase):
     def _on_gpu(self, event: HealthEvent) -> None:
         """The worker on a broken GPU cannot go on. Without recovery its process says how it ends."""
         _log.error("%s", event)
-        self._log.event("gpu", gpu=event.gpu, what=event.kind, code=event.code, fatal=event.is_fatal)
+        self._log.event("gpu", gpu=event.gpu, what=event.kind, code=event.code, fatal=event.is_fatal, detail=event.detail)
         if self._coordinator is None or not event.is_fatal:
             return
         for worker in sorted(self._live):

@@ -23,8 +23,10 @@ from lightning_ntp.errors import ConfigError, PlanMismatchError
 from lightning_ntp.strategy._lightning_private import inside_hook, training_results
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.fsdp import ShardedModel
+from lightning_ntp.strategy.pace import PaceMeter
 from lightning_ntp.strategy.sampler import reseed
 from lightning_ntp.strategy.step_log import StepLog, leaves_no_trace
+from lightning_ntp.strategy.weights import num_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +68,14 @@ class StepRunner:
         sharded: the model.
         control: messages between workers.
         seed: the leader's.
+        pace: measures what runs here.
     """
 
-    def __init__(self, sharded: ShardedModel, control: ControlPlane, seed: int) -> None:
+    def __init__(
+        self, sharded: ShardedModel, control: ControlPlane, seed: int, pace: PaceMeter | None = None
+    ) -> None:
         self.sharded, self.control, self.seed = sharded, control, seed
+        self.pace = pace or PaceMeter()
         self.window: WindowState | None = None
         self.loss_scale = 1.0
         self.micro_batch: Any = None  # the one that runs
@@ -80,6 +86,7 @@ class StepRunner:
         if self.window is None:
             self.window = WindowState(constant)
             self.sharded.begin_window()
+            self.pace.begin_window()
 
     def run(
         self,
@@ -102,6 +109,7 @@ class StepRunner:
         log = StepLog(training_results(trainer), trainer.strategy.reduce_logged)
         losses: list[torch.Tensor] = []
         reported: Any = None
+        self.pace.begin()
         for index, (micro, weight) in enumerate(zip(batch.batches, batch.weights, strict=True)):
             last = ends_window and index == len(batch.batches) - 1
             self._prepare(trainer, window, weight, last, not batch.ghosts[index])
@@ -116,6 +124,7 @@ class StepRunner:
             finally:
                 self.in_training_step = False
             window.count += weight
+        self.pace.end(sum(map(num_samples, batch.batches)) if self.pace.on else 0)
         log.finish(self.control)
         _report_mean(reported, losses, batch.weights)
         return reported
@@ -144,14 +153,17 @@ class StepRunner:
 
         Collective over all workers with a role.
         """
-        buckets = self.sharded.window
-        mine = [buckets.order_digest, -buckets.order_digest, *self.sharded.window_marks()]
-        highest, lowest, *marks = self.control.extreme(torch.tensor(mine), largest=True).tolist()
+        buckets, groups = self.sharded.window, self.control.groups
+        paces = self.pace.outgoing(groups)
+        mine = [buckets.order_digest, -buckets.order_digest, *paces, *self.sharded.window_marks()]
+        highest, lowest, *told = self.control.extreme(torch.tensor(mine), largest=True).tolist()
+        marks = told[len(paces) :]
         if highest != -lowest:
             raise PlanMismatchError(
                 f"this worker reduced the gradient buckets in the order {buckets.order}, another one in another order, so their "
                 "sums are wrong and nothing was updated. Make the model's branches run in one order on all data rows."
             )
+        self.pace.incoming(told[: len(paces)], groups)
         return self.sharded.settle_window(marks)
 
     def end(self) -> WindowState:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_ntp.cost_model import GpuSpec
 from lightning_ntp.errors import ConfigError
@@ -24,6 +24,7 @@ def next_topology(
     cost: Costs,
     micro_batch: int = 1,
     reshape: bool = False,
+    places: Mapping[int, int] | None = None,
 ) -> Topology:
     """The topology after `lost` workers are gone and `joined` ones stand ready. Local; equal arguments give equal results.
 
@@ -38,6 +39,7 @@ def next_topology(
         cost: what shapes cost; `WorkerCount` where the model is not known.
         micro_batch: see `planner.plan_placement`.
         reshape: give a hurt replica another (fsdp, tp) shape where that parks fewer workers; it moves nearly all of its state.
+        places: of workers that came later, the worker of `healthy` at whose place they stand: there is their home.
 
     Raises:
         ConfigError: a worker joins that is there already, or one is lost that was not.
@@ -49,23 +51,22 @@ def next_topology(
         raise ConfigError(f"workers {sorted(twice)} join a job in which they are")
     ready = replace(old, spares=(*(spare for spare in old.spares if spare not in lost), *sorted(joined)))
     gone = set(lost) - set(old.spares)
-    found = _following(ready, gone, healthy, cost, micro_batch, refactor=False)
+    regrowth = _Regrowth(healthy, cost, micro_batch, places=places or {})
+    found = _following(ready, gone, regrowth, refactor=False)
     if reshape and gone and found.spares:
-        other = _following(ready, gone, healthy, cost, micro_batch, refactor=True)
+        other = _following(ready, gone, regrowth, refactor=True)
         found = min(found, other, key=lambda topology: len(topology.spares))
     return found
 
 
-def _following(
-    topology: Topology, gone: Collection[int], healthy: Topology, cost: Costs, micro_batch: int, refactor: bool
-) -> Topology:
+def _following(topology: Topology, gone: Collection[int], regrowth: _Regrowth, refactor: bool) -> Topology:
     if gone:
         # Many micro-batches: shapes are compared by speed, not by what a small batch rounds to.
-        batch = 64 * len(topology.data_rows) * micro_batch
-        topology = plan_placement(topology, cost, batch, gone, micro_batch=micro_batch, refactor=refactor).topology
-    topology = _Regrowth(healthy, cost, micro_batch).of(topology)
+        batch, micro_batch = 64 * len(topology.data_rows) * regrowth.micro_batch, regrowth.micro_batch
+        topology = plan_placement(topology, regrowth.cost, batch, gone, micro_batch=micro_batch, refactor=refactor).topology
+    topology = regrowth.of(topology)
     # Whose own place is taken by another of the same domain helps out where one is free.
-    return _Regrowth(healthy, cost, micro_batch, anywhere=True).of(topology)
+    return replace(regrowth, anywhere=True).of(topology)
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class _Regrowth:
     cost: Costs
     micro_batch: int
     anywhere: bool = False
+    places: Mapping[int, int] = field(default_factory=dict)
 
     def of(self, topology: Topology) -> Topology:
         """Spares back into roles, then rows, then replicas, each in its home."""
@@ -130,19 +132,24 @@ class _Regrowth:
                 homes[index] = home
         return homes
 
+    def _place(self, worker: int) -> int:
+        return self.places.get(worker, worker)
+
+    def _domain(self, worker: int) -> int:
+        return self._place(worker) // self.cost.domain_size
+
     def _home(self, worker: int) -> int | None:
         for index, replica in enumerate(self.healthy.replicas):
-            if worker in replica.workers:
+            if self._place(worker) in replica.workers:
                 return index
-        domain = worker // self.cost.domain_size
         for index, replica in enumerate(self.healthy.replicas):
-            if any(mate // self.cost.domain_size == domain for mate in replica.workers):
+            if any(self._domain(mate) == self._domain(worker) for mate in replica.workers):
                 return index
         return None
 
     def _pool(self, topology: Topology, home: int) -> list[int]:
-        domains = {mate // self.cost.domain_size for mate in self.healthy.replicas[home].workers if self.anywhere}
-        fits = [s for s in sorted(topology.spares) if self._home(s) == home or s // self.cost.domain_size in domains]
+        domains = {self._domain(mate) for mate in self.healthy.replicas[home].workers if self.anywhere}
+        fits = [s for s in sorted(topology.spares) if self._home(s) == home or self._domain(s) in domains]
         return sorted(fits, key=lambda spare: self._home(spare) != home)
 
     def _grown(self, topology: Topology, index: int, home: int) -> Topology:
@@ -165,8 +172,8 @@ class _Regrowth:
         old_rows = [set(row) for replica in self.healthy.replicas for row in replica.grid]
         seats: list[int] = []
         for row in grid:
-            mates = next((old for old in old_rows if old & set(row)), set())
-            chosen = next((worker for worker in left if worker in mates), left[0])
+            mates = next((old for old in old_rows if old & {self._place(worker) for worker in row}), set())
+            chosen = next((worker for worker in left if self._place(worker) in mates), left[0])
             left.remove(chosen)
             seats.append(chosen)
         return seats
@@ -174,8 +181,8 @@ class _Regrowth:
     def _coordinate(self, replica: Replica, row: Sequence[int], wanted: Replica) -> int:
         """Where the new row stands: at its old place among the rows that are there, else at the end."""
         place = {worker: at for at, workers in enumerate(wanted.grid) for worker in workers}
-        at = place.get(row[0], wanted.fsdp_size)
-        return sum(place.get(workers[0], wanted.fsdp_size) < at for workers in replica.grid)
+        at = place.get(self._place(row[0]), wanted.fsdp_size)
+        return sum(place.get(self._place(workers[0]), wanted.fsdp_size) < at for workers in replica.grid)
 
     def _needs_both(self, replica: Replica, wanted: Replica, pool: Sequence[int]) -> bool:
         is_whole = (replica.fsdp_size, replica.degree) == (wanted.fsdp_size, wanted.degree)
@@ -194,8 +201,8 @@ class _Regrowth:
         if not shapes:
             return topology
         rows, degree = max(shapes, key=lambda shape: shape[0] / self.cost.sample_seconds(shape[1], shape[0]))
-        used = [worker for worker in wanted.workers if worker in pool]
-        used = [*used, *(worker for worker in pool if worker not in used)][: rows * degree]
+        seats = {worker: at for at, worker in enumerate(wanted.workers)}
+        used = sorted(pool, key=lambda worker: seats.get(self._place(worker), len(seats)))[: rows * degree]
         grid = tuple(tuple(used[row * degree : (row + 1) * degree]) for row in range(rows))
         at = sum(other < home for other in self._homes(topology).values())
         replicas = (*topology.replicas[:at], Replica(grid), *topology.replicas[at:])

@@ -44,6 +44,17 @@ def test_a_loss_and_a_return_in_one_change():
     assert set(swapped.replicas[1].workers) == {3, 4, 5}
 
 
+def test_replacements_build_the_lost_replica_anew_at_its_place():
+    alone = following(THREES, [0, 1, 2])
+    assert [replica.workers for replica in alone.replicas] == [(3, 4, 5)]
+    places = {7: 0, 8: 2, 9: 1}
+    first = following(alone, [], [7], healthy=THREES, domain_size=6, places=places)
+    assert [replica.grid for replica in first.replicas] == [((7,),), ((3, 4, 5),)]
+    whole = following(first, [], [8, 9], healthy=THREES, domain_size=6, places=places)
+    assert [set(replica.workers) for replica in whole.replicas] == [{7, 8, 9}, {3, 4, 5}] and not whole.spares
+    assert following(alone, [], [7, 8, 9], healthy=THREES, domain_size=6, places=places).replicas[0].grid == ((7, 9, 8),)
+
+
 def test_pure_fsdp_goes_on_with_one_row_less_and_takes_it_back_at_its_place():
     rows = Topology.from_shapes([(3, 1), (3, 1)])
     hurt = following(rows, [4])

@@ -20,13 +20,14 @@ from typing import Any
 from lightning_ntp.errors import ConfigError
 
 ENV_FAULTS = "NTP_FAULTS"
-ACTIONS = ("kill", "stop", "raise", "slow", "drop-network", "fill-disk", "flip-bit")
+ACTIONS = ("kill", "stop", "raise", "slow", "drop-network", "fill-disk", "out-of-memory", "flip-bit")
 PHASES = (
     "start", "join", "connect", "forward", "backward", "sync", "vote", "decide", "after_commit", "control",
-    "validation", "checkpoint", "integrity", "broken", "planning", "moving", "teardown",
+    "validation", "checkpoint", "integrity", "broken", "planning", "moving", "moved", "teardown",
 )  # fmt: skip
 """Where the code asks the script. "decide" is between the last vote and the decision; "connect" is in the forming of groups;
-"broken" is the first moment of a survivor's recovery; "start" and "teardown" are the first and the last of a membership."""
+"broken" is the first moment of a survivor's recovery; "moved" is when it has all its new cells and can still go back to the old ones;
+"start" and "teardown" are the first and the last of a membership."""
 
 
 class InjectedFault(RuntimeError):
@@ -39,6 +40,7 @@ class Fault:
 
     action: "kill" (SIGKILL), "stop" (SIGSTOP: the process hangs), "raise" (`InjectedFault`), "slow" (sleeps `seconds`),
     "drop-network" (all TCP connections of the process end), "fill-disk" (writing to files fails, for `seconds` if given),
+    "out-of-memory" (raises MemoryError, as a host that has none left),
     "flip-bit" (`bit` of the first element of a held parameter whose name ends in `parameter`; see `FaultScript.handlers`).
     worker: id of the worker; step: optimizer step, None for any; phase: one of `PHASES`.
     delay_seconds: if above 0, the worker goes on and is hit by a "kill" or "stop" so much later, for example inside a collective.
@@ -76,6 +78,8 @@ class Fault:
         """Does the damage to this process. Returns only from a delayed fault, or from "stop" after a SIGCONT."""
         if self.action == "raise":
             raise InjectedFault(f"injected into worker {self.worker} at step {self.step}, phase {self.phase}")
+        if self.action == "out-of-memory":
+            raise MemoryError(f"injected into worker {self.worker} at step {self.step}, phase {self.phase}")
         if self.action == "slow":
             time.sleep(self.seconds)
             return

@@ -131,6 +131,7 @@ class ForkedJob:
         patience: Patience = PATIENT,
         max_respawns: int = 0,
         max_losses_per_place: int = 100,
+        num_renewals: int = 0,
         num_nodes: int = 1,
         listen: str = LOOPBACK,
         token: str | None = None,
@@ -140,7 +141,7 @@ class ForkedJob:
         self.printed = b""
         self.pids: dict[int, int] = {}
         self._log_path = folder / "log.jsonl"
-        self._ready = [ForkedProcess(program, self._log_path) for _ in range(num_workers + max_respawns)]
+        self._ready = [ForkedProcess(program, self._log_path) for _ in range(num_workers + max_respawns + num_renewals)]
         respawn = RespawnConfig(max_respawns=max_respawns, cool_down_seconds=0, max_losses_per_place=max_losses_per_place)
         config = SupervisorConfig(
             listen=listen,

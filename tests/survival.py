@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,23 @@ from tests.forked import ForkedJob, Log
 
 SIZE, BATCH, SEED = 29, 4, 5
 PATIENT = Patience(hang_seconds=30.0, join_seconds=40.0, start_seconds=60.0)
+NEVER, WAIT_SECONDS = 1_000_000, 0.25
 
 
 class Recorder(Observer):
     """Writes what happens to the test's log."""
 
-    def __init__(self, log: Log, module: Recorded, strategy: Any, terminate: list[list[int]]) -> None:
+    def __init__(self, log: Log, module: Recorded, strategy: Any, settings: dict[str, Any]) -> None:
         self.log, self.module, self.strategy = log, module, strategy
-        self.terminate = [tuple(one) for one in terminate]
+        self.terminate = [tuple(one) for one in settings["terminate"]]
+        self.end = [tuple(one) for one in settings["end"]]
+        self.wait_from, self.wait_for = settings["wait_until_whole"], settings["whole"]
 
     def on_commit(self, event: CommitEvent) -> None:
         if (event.step, self.strategy.recovery.member.worker) in self.terminate:
             os.kill(os.getpid(), signal.SIGTERM)
+        if event.step >= self.wait_from and len(self.strategy.topology.workers) < self.wait_for:
+            time.sleep(WAIT_SECONDS)  # a job whose steps are long beside the start of a worker
         ids, self.module.ids = self.module.ids, []
         self.log(
             step=event.step,
@@ -56,6 +62,8 @@ class Recorder(Observer):
             samples=event.num_samples,
             waited=event.straggler_seconds,
         )
+        if (event.step, self.strategy.recovery.member.worker) in self.end:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_slow(self, event: SlowEvent) -> None:
         self.log(slow=event.kind, workers=event.workers, at=event.step, factor=event.factor, words=event.words)
@@ -97,10 +105,14 @@ class Recorded(jobs.TinyLlama):
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
         self.ids: list[int] = []
-        self.modes: list[bool] = []
+        self.skip_from = self.wait_from = NEVER
 
     def training_step(self, samples: jobs.Sample, batch_idx: int) -> torch.Tensor:
         assert self.model.training
+        if self.global_step >= self.skip_from:
+            self.model.model.layers[-1].mlp.forward = lambda hidden: hidden
+        if self.trainer.world_size > 1 and self.global_step >= self.wait_from:
+            torch.distributed.barrier()
         if self.trainer.world_size > 1 and self.trainer.strategy.runner.loss_scale > 0:
             self.ids += samples["index"].tolist()
         return super().training_step(samples, batch_idx)
@@ -112,12 +124,16 @@ def train(address: JobAddress, log: Log) -> None:
     settings = json.loads(os.environ["NTP_TEST"])
     with jobs.float64_norms():
         module = Recorded(**settings["model"])
+        if settings["skip"]:
+            what, worker, step = settings["skip"]
+            module.skip_from = step if what == "module" and worker == address.worker else NEVER
+            module.wait_from = step if what == "barrier" and worker != address.worker else NEVER
         slow = SlowConfig(**settings["slow"])
-        recovery = RecoveryConfig(True, hang_seconds=40.0, slow=slow, **settings["recovery"])
+        recovery = RecoveryConfig(True, slow=slow, **settings["recovery"])
         strategy = jobs.ntp(recovery=recovery, **settings["strategy"])
         if settings["max_rows"]:
             strategy._costs = lambda: Narrow(settings["workers"], max_rows=settings["max_rows"])
-        strategy.observers.add(Recorder(log, module, strategy, settings["terminate"]))
+        strategy.observers.add(Recorder(log, module, strategy, settings))
         options = settings["trainer"]
         if settings["log"]:
             options |= {"logger": CSVLogger(os.environ["NTP_TEST_FOLDER"], "logs"), "enable_progress_bar": True}
@@ -166,7 +182,9 @@ def whole_moments(strategy: Any) -> dict[str, torch.Tensor]:
 class Run:
     """A job under faults and what came of it. `options` are the Trainer's.
 
-    terminate: (step, worker): the worker gets a SIGTERM after that step.
+    terminate, end: (step, worker): the worker gets a SIGTERM or a SIGKILL after that step. skip: ("module" or "barrier", worker, step): from that step on
+    the worker leaves out the last MLP, or a barrier that the others have. wait_until_whole: from this step on the job gives replacements time to
+    come until it is whole, or has `whole` workers. recovery, patience: fields that differ.
     max_rows: no replica may have more, see `Narrow`. max_losses_per_place: 1: the place of a lost worker stays empty.
     """
 
@@ -180,11 +198,17 @@ class Run:
         save_every: int = 0,
         log: bool = False,
         terminate: list[tuple[int, int]] | None = None,
-        recovery: dict[str, Any] | None = None,
+        end: list[tuple[int, int]] | None = None,
         strategy: dict[str, Any] | None = None,
         model: dict[str, Any] | None = None,
         slow: dict[str, Any] | None = None,
         max_respawns: int = 0,
+        num_renewals: int = 0,
+        wait_until_whole: int = NEVER,
+        whole: int = 0,
+        recovery: dict[str, Any] | None = None,
+        patience: dict[str, float] | None = None,
+        skip: tuple[str, int, int] | None = None,
         max_losses_per_place: int = 100,
         max_rows: int | None = None,
         code: int = 0,
@@ -201,16 +225,30 @@ class Run:
             "save_every": save_every,
             "log": log,
             "terminate": terminate or [],
+            "end": end or [],
+            "wait_until_whole": wait_until_whole,
+            "whole": whole or workers,
+            "recovery": {"hang_seconds": 40.0} | (recovery or {}),
+            "skip": skip,
             "max_rows": max_rows,
-            "recovery": recovery or {},
             "strategy": {"replica_sizes": [3, 3]} | (strategy or {}),
             "model": model or {},
             "slow": slow or {},
             "trainer": self.options,
         }
         os.environ["NTP_TEST"], os.environ["NTP_TEST_FOLDER"] = json.dumps(settings), str(folder)
-        respawns = {"max_respawns": max_respawns, "max_losses_per_place": max_losses_per_place}
-        self.job = ForkedJob(train, workers, folder, faults=faults, patience=PATIENT, **respawns)
+        patient = replace(PATIENT, **(patience or {}))
+        self.job = ForkedJob(
+            train,
+            workers,
+            folder,
+            faults=faults,
+            patience=patient,
+            max_respawns=max_respawns,
+            max_losses_per_place=max_losses_per_place,
+            num_renewals=num_renewals,
+            log_folder=folder / "ntp",
+        )
         self.code = self.job.run()
         (folder / "printed").write_bytes(self.job.printed)  # all of it: what is shown of a failure is its end
         assert self.code == code, self.job.printed.decode()[-6000:]

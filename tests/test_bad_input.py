@@ -129,6 +129,8 @@ def test_options(options, match):
 def test_recovery_options():
     with pytest.raises(ConfigError, match=r'batch_policy is "keep", got'):
         RecoveryConfig(batch_policy="drop")
+    with pytest.raises(ConfigError, match='neighbours is "keep" or "renew", got'):
+        RecoveryConfig(neighbours="kill")
     with pytest.raises(ConfigError, match=r"hang_seconds must be above 0"):
         RecoveryConfig(hang_seconds=0)
     with pytest.raises(ConfigError, match="min_workers must be 1 or more, got 0"):

@@ -20,7 +20,14 @@ from lightning_ntp.errors import ConfigError, PlanMismatchError
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import Coordinator, Event, Patience
 from lightning_ntp.strategy.deadline import HangDeadline
-from lightning_ntp.strategy.generation import Decision, FencedError, GenerationBrokenError, MemberConfig, Outcome
+from lightning_ntp.strategy.generation import (
+    Decision,
+    FencedError,
+    GenerationBrokenError,
+    MemberConfig,
+    Outcome,
+    is_poisoned,
+)
 from lightning_ntp.strategy.life_signs import StandstillProbe, StepClock, being_debugged
 from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.sockets import GroupSockets
@@ -363,6 +370,42 @@ def test_a_wait_outlasts_the_patience_of_the_store(hosted: tuple[dist.Store, obj
     setter.start()
     assert rendezvous.await_json(store, "late") == 7
     setter.join()
+def test_coordinator_takes_in_together_whoever_was_started_together(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 2)
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    bench.coordinator.expect(2)
+    bench.coordinator.expect(3)
+    bench.now += 8
+    bench.join(2, generation=2)
+    bench.coordinator.tick()
+    assert not bench.store.check(["regroup/1"]), "worker 3 is still on its way"
+    bench.now += 8.1
+    bench.coordinator.tick()
+    assert bench.store.check(["regroup/1"]), "it takes twice as long as worker 2: nobody waits any longer"
+
+
+def test_coordinator_does_not_wait_for_a_companion_that_has_come_or_died(hosted: tuple[dist.Store, object]) -> None:
+    bench = Bench(hosted[0], 2)
+    bench.join(0, 1)
+    bench.coordinator.tick()
+    for worker in (2, 3, 4):
+        bench.coordinator.expect(worker)
+    bench.now += 8
+    bench.join(2, 3, generation=2)
+    bench.coordinator.tick()
+    assert not bench.store.check(["regroup/1"])
+    bench.coordinator.lose({4: "gone"})
+    bench.coordinator.tick()
+    assert bench.store.check(["regroup/1"]) and bench.coordinator.generation == 1
+
+
+def test_who_does_not_outlive_its_neighbours() -> None:
+    replicas = (frozenset({0, 1, 2}), frozenset({3, 4, 5}))
+    assert is_poisoned(3, replicas, frozenset({4, 9}))
+    assert not is_poisoned(0, replicas, frozenset({4}))
+    assert not is_poisoned(3, replicas, frozenset({4, 1})), "no replica is whole: what is left goes on in place"
+    assert not is_poisoned(3, (), frozenset({4})) and not is_poisoned(3, replicas[1:], frozenset({4}))
 
 
 def test_a_member_that_has_closed_may_take_its_time_to_exit(hosted: tuple[dist.Store, object]) -> None:

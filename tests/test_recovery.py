@@ -6,10 +6,12 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_ntp.dtensor.checkpoint_files import Manifest
 from lightning_ntp.strategy.rendezvous import EXIT_SAVED
 from lightning_ntp.testing import Fault, FaultScript
+from tests import lightning_jobs as jobs
 from tests.survival import Run
 
 
@@ -113,6 +115,45 @@ def test_a_spare_and_a_replacement_make_a_replica_whole_again(tmp_path: Path) ->
     joined = told[-1]["joined"]
     run.check({0, 2, 3, 4, 5, *joined} - set(told[0]["left"]))
     assert len(joined) == 2 and run.code == 0
+
+
+def test_a_whole_replica_that_was_lost_comes_back(tmp_path: Path) -> None:
+    run = Run(tmp_path, end=[(1, 3), (1, 4), (1, 5)], max_respawns=3, wait_until_whole=2, max_epochs=8)
+    run.check({0, 1, 2, 6, 7, 8})
+    seen = [line for line in run.lines("recovered") if line["worker"] == 0]
+    assert "1 replica(s) of fsdp x tp: 1x3;" in seen[0]["topology"] and not seen[0]["joined"]
+    assert "2 replica(s) of fsdp x tp: 1x3, 1x3;" in seen[-1]["topology"]
+    assert sorted(worker for line in seen for worker in line["joined"]) == [6, 7, 8]
+
+
+def test_neighbours_of_a_lost_worker_start_again_from_fresh_processes(tmp_path: Path) -> None:
+    """The healthy replica goes on meanwhile, in the processes that it has; nothing moves in it."""
+    renew = {"neighbours": "renew", "hang_seconds": 40.0}
+    run = Run(tmp_path, FaultScript(kill(4, "sync", 1)), recovery=renew, num_renewals=2, wait_until_whole=1, whole=5, max_epochs=8)
+    run.check({0, 1, 2, 6, 7})
+    seen = [line for line in run.lines("recovered") if line["worker"] == 0]
+    assert seen[0]["gone"] == [3, 4, 5] and "1 replica(s) of fsdp x tp: 1x3;" in seen[0]["topology"]
+    assert sorted(worker for line in seen for worker in line["joined"]) == [6, 7]
+    assert "2 replica(s) of fsdp x tp: 1x3, 1x2;" in seen[-1]["topology"]
+    assert {line["moved"] for line in run.lines("recovered") if line["worker"] < 3} == {0}
+    assert "worker 3: starts again, a neighbour was lost" in run.job.printed.decode()
+
+
+def test_with_dropout_the_same_faults_twice_give_the_same_run(tmp_path: Path) -> None:
+    """A step that is run again draws what it drew before; dropout follows the data rows, so it is not that of an undisturbed run."""
+    faults = [kill(4, "sync", 1), kill(1, "vote", 3), kill(0, "after_commit", 5)]
+    histories, states = [], []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        run = Run(folder, FaultScript(*faults), model={"attention_dropout": 0.3})
+        assert run.applied == run.global_batches
+        histories.append([line["history"] for line in run.lines("finished") if line["worker"] == 2])
+        states.append(torch.load(folder / "state.pt"))
+    assert histories[0] == histories[1]
+    for kind, tensors in states[0].items():
+        assert all(torch.equal(tensor, states[1][kind][name]) for name, tensor in tensors.items()), kind
+    plain = jobs.in_one_process(jobs.TinyLlama, run.global_batches[:1])
+    assert abs(histories[0][0][0]["train_step"] - plain.history[0]["train_step"]) > 1e-3, "nothing was dropped"
 
 
 def test_a_worker_that_is_asked_to_leave_costs_no_step(tmp_path: Path) -> None:

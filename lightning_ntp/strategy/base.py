@@ -77,8 +77,10 @@ class StrategyBase(_Base):
         self._open_window: OpenWindow | None = None
         self.logged_sums = LoggedSums()
         self._num_setups = 0
+        self._place = 0  # the worker of the job as it was started at whose place, so on whose GPU, this one is
         self._is_newcomer = False  # a worker that has come later, until its first step
         self._awaits_state = False  # its module has no storage yet
+        self._is_out_of_memory = False  # the move of state that was tried last did not fit here
         self._live: dict[str, Any] | None = None  # what the others have told it
         self._is_regroup_wanted = False
         self._has_led = False  # logs, progress bar and screen are this worker's
@@ -139,6 +141,12 @@ class StrategyBase(_Base):
     def state_holders(self) -> list[torch.optim.Optimizer]:
         """Everything that keeps state beside each parameter, which is moved, saved and loaded with it."""
         return list(self.optimizers)
+
+    def note_neighbours(self) -> None:
+        """Tells the membership whose loss this process shall not outlive, where it shall not. Local."""
+        member = self.recovery.member
+        if member is not None and self.config.recovery.neighbours == "renew":
+            member.replicas = tuple(frozenset(replica.workers) for replica in self.topology.replicas)
 
     def is_cut(self, module: Any) -> bool:
         """Whether an earlier run of a Trainer in this process has cut the module."""

@@ -58,6 +58,10 @@ class RecoveryConfig:
             Hot spares do not count; with 0 there are none, as no process is ever started.
         integrity_every_n_steps: how often replicas compare the bits of their state, beside the comparison after each recovery;
             None: never. With three or more copies the one that differs is named and overwritten, with two the job ends.
+        neighbours: what the other workers of a hurt replica do. ``"keep"``: they go on in place. ``"renew"``, for boards on which a
+            lost GPU takes links and CUDA contexts of its neighbours with it: they end and are started again from fresh processes, which
+            get the replica's state from another one at the smaller degree; the others go on meanwhile. Where no other replica is
+            whole they go on in place.
         checkpoint: how the last resort is written.
         slow: what happens about slow GPUs.
     """
@@ -69,6 +73,7 @@ class RecoveryConfig:
     min_workers: int = 1
     max_respawns: int = 8
     integrity_every_n_steps: int | None = None
+    neighbours: Literal["keep", "renew"] = "keep"
     checkpoint: CheckpointConfig = CheckpointConfig()
     slow: SlowConfig = SlowConfig()  # noqa: RUF009  frozen
 
@@ -86,6 +91,8 @@ class RecoveryConfig:
             raise ConfigError(f"RecoveryConfig: hang_seconds must be above 0, got {self.hang_seconds}")
         if self.min_workers < 1:
             raise ConfigError(f"RecoveryConfig: min_workers must be 1 or more, got {self.min_workers}")
+        if self.neighbours not in ("keep", "renew"):
+            raise ConfigError(f'RecoveryConfig: neighbours is "keep" or "renew", got {self.neighbours!r}')
         if self.max_respawns < 0:
             raise ConfigError(f"RecoveryConfig: max_respawns must be 0 or more, got {self.max_respawns}")
         if self.integrity_every_n_steps is not None and self.integrity_every_n_steps < 1:

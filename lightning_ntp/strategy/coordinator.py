@@ -4,7 +4,7 @@
         \\--a loss------------------------------------------------------------------------------------/
 
 Keys (JSON, below the job's token): generation; join/N/W, joined/N; world/N; ended/N/W; heartbeat/W; regroup/N,
-regrouping/N; suspect/N, doubt/N; leave/W, left/W, leaves. Clock and store are injected; who is killed is
+regrouping/N; suspect/N, doubt/N; called-off/N; leave/W, left/W, leaves. Clock and store are injected; who is killed is
 the caller's affair.
 """
 
@@ -25,6 +25,9 @@ A member under a debugger reports "debugger" by itself."""
 
 STACKS_SECONDS = 1.0
 """Between the order to write stacks and the break that changes them."""
+
+PARTY_SECONDS = 1.0
+"""Newcomers that were started within so long of each other come in together."""
 
 DOUBT_BEATS = 2
 """After a failed collective a member counts as alive once it has given so many further signs of life."""
@@ -123,6 +126,8 @@ class Coordinator:
     _left: set[int] = field(default_factory=set)
     _signs: dict[int, LifeSignState] = field(default_factory=dict)
     _forming_since: float = 0.0
+    _newcomers_since: dict[int, float] = field(default_factory=dict)
+    _arrivals: dict[int, float] = field(default_factory=dict)
     _stuck_since: float | None = None
     _doubt: DoubtState | None = None
     _num_leaves: int = 0
@@ -149,6 +154,7 @@ class Coordinator:
         waits: it, or somebody in its place, has found no role.
         """
         (self.waiting if waits else self.pending).add(worker)
+        self._newcomers_since[worker] = self.clock()
 
     def finish(self, worker: int) -> None:
         """A worker has ended well: no loss, unless the others still wait for it (see `tick`)."""
@@ -192,9 +198,11 @@ class Coordinator:
             fence |= self._late(now)
             self._form(now)
             return Verdict(fence)
-        self._call_newcomers()
+        self._call_newcomers(now)
         if self.store.check([f"regrouping/{self.generation}"]):
             self._open_next(now, {"broken": False})
+        elif self.store.check([f"called-off/{self.generation}"]):
+            self._break((), str(get_json(self.store, f"called-off/{self.generation}")))
         elif self._left and self._num_suspicions():
             self._break((), f"workers {sorted(self._left)} ended while others still needed them")
         elif self._doubted(now):
@@ -248,6 +256,8 @@ class Coordinator:
         self.pending.discard(worker)
         self.waiting.discard(worker)
         self._signs.pop(worker, None)
+        self._newcomers_since.pop(worker, None)
+        self._arrivals.pop(worker, None)
 
     def _break(self, workers: tuple[int, ...], why: str) -> None:
         broken = self.generation
@@ -280,6 +290,7 @@ class Coordinator:
             "regrouping",
             "suspect",
             "doubt",
+            "called-off",
             "vote",
             "groups",
         ):
@@ -316,7 +327,7 @@ class Coordinator:
         world = {"members": members, "infos": infos, "fenced": self.fenced, "leaving": leaving}
         put_json(self.store, f"world/{self.generation}", world)
 
-    def _call_newcomers(self) -> None:
+    def _call_newcomers(self, now_seconds: float) -> None:
         """Asks the members to re-form after their next commit, once a newcomer waits at the door or a member must go."""
         if self._to_call:
             self._to_call = False
@@ -325,10 +336,21 @@ class Coordinator:
         if not newcomers or self.store.check([f"regroup/{self.generation}"]):
             return
         door = {worker for worker in newcomers if self.store.check([f"join/{self.generation + 1}/{worker}"])}
-        if door & self.pending or len(door) > self._num_in_vain:
+        fresh = door & self.pending
+        if self._is_party_complete(fresh, now_seconds) if fresh else len(door) > self._num_in_vain:
             put_json(self.store, f"regroup/{self.generation}", True)
             self.pending |= door
             self.waiting -= door
+
+    def _is_party_complete(self, here: Collection[int], now_seconds: float) -> bool:
+        """Whether with newcomers at the door those are there as well that were started together with them.
+
+        They are taken in at once, as one replica perhaps. Nobody waits for a companion longer than its own way took.
+        """
+        arrival = min(self._arrivals.setdefault(worker, now_seconds) for worker in here)
+        start = min(self._newcomers_since[worker] for worker in here)
+        party = {w for w in self.pending if self._newcomers_since[w] - start <= PARTY_SECONDS}
+        return party <= set(here) or now_seconds - arrival > arrival - start
 
     def _silent(self, now_seconds: float) -> dict[int, str]:
         """Workers without a sign of life for too long. Before its first sign a worker is starting."""

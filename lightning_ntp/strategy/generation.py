@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -90,3 +90,9 @@ class Generation:
     def leader(self) -> int:
         """The lowest live worker."""
         return min(self.members)
+
+
+def is_poisoned(worker: int, replicas: Sequence[frozenset[int]], lost: frozenset[int]) -> bool:
+    """Whether a neighbour of `worker` is among the lost, and a replica that is not hurt holds what the worker would take with it."""
+    hurt = [replica for replica in replicas if replica & lost]
+    return len(hurt) < len(replicas) and any(worker in replica for replica in hurt)

@@ -35,6 +35,7 @@ from lightning_ntp.strategy.generation import (
     GenerationBrokenError,
     MemberConfig,
     Outcome,
+    is_poisoned,
 )
 from lightning_ntp.strategy.heartbeat import Heartbeat
 from lightning_ntp.strategy.life_signs import StandstillProbe
@@ -77,6 +78,8 @@ class Member:
         self.generation: Generation | None = None
         self.groups = GroupSockets()
         self.broken_at_seconds: float | None = None  # time.monotonic() at which the loss was heard of
+        self.replicas: tuple[frozenset[int], ...] = ()  # if a worker must not outlive its neighbours: who they are, for all
+        self._fenced: frozenset[int] = frozenset()  # who had been lost when the current generation formed
         self.faults.fire(self.worker, None, "start")
         self._exit_process = exit_process
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
@@ -125,8 +128,11 @@ class Member:
                 seen = self._number
             if self._closed.is_set():
                 return
-            if rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")["broken"]:
+            end = rendezvous.get_json(self._watch_store, f"ended/{seen}/{self.worker}")
+            if end["broken"]:
                 self._break(seen)
+                if is_poisoned(self.worker, self.replicas, self._fenced | set(end.get("workers", ()))):
+                    self._exit_process(rendezvous.EXIT_RENEW)
                 self._see_free(seen)
 
     def _see_free(self, number: int) -> None:
@@ -228,7 +234,7 @@ class Member:
             self.groups = GroupSockets()
             self._broken.clear()
             self._joining.clear()  # it may be broken, and its main thread blocked, from here on
-            self._number = number
+            self._number, self._fenced = number, frozenset(int(worker) for worker in world["fenced"])
             self._standing.notify_all()
         with self.groups:
             # A connection of its own, so that the cut also frees a rendezvous that waits for a dead peer.
@@ -284,6 +290,11 @@ class Member:
             return self._broken.wait(min(0.5, self.config.confirm_seconds))
         self._store.add(f"doubt/{self._number}", 1)
         return self._broken.wait(self.config.confirm_seconds)
+
+    def call_off(self, why: str) -> None:
+        """Breaks this generation without a loss, for what cannot go on although everybody lives: all are freed and join again."""
+        rendezvous.put_json(self._store, f"called-off/{self._number}", f"worker {self.worker}: {why}")
+        self._broken.wait(self.config.confirm_seconds)
 
     def agree(
         self, step: int, attempt: int = 0, ballot: Outcome = Outcome.COMMIT, fault_phase: str | None = "vote"

@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_ntp.errors import PlanMismatchError, PoisonBatchError, UnrecoverableError
 from lightning_ntp.strategy.events import LossEvent, Observers, RecoveryEvent
-from lightning_ntp.strategy.generation import Decision, Generation, Outcome
+from lightning_ntp.strategy.generation import Decision, Generation, GenerationBrokenError, Outcome
 from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.rendezvous import EXIT_PARKED
 from lightning_ntp.testing import Fault
@@ -91,6 +91,9 @@ class Job(Protocol):
 
     def resume(self, regroup: Regroup) -> None:
         """Bring everything else that belongs to the running step back to where this worker was in it. All members."""
+
+    def ran_out_of_memory(self, error: Exception) -> bool:
+        """Whether `error` says that memory did not suffice; the next plan then needs less of it. Local."""
 
     def leave(self, exit_code: int = 0) -> None:
         """End this process well: the others hold what it held. Does not return. Local."""
@@ -281,7 +284,7 @@ class Recovery:
         if lost and self.advises:
             self._advise(member, regroup, step, self.clock() - heard)
         self._turn(RecoveryPhase.MOVING, seconds)
-        num_bytes = job.move(regroup, self.agree)
+        num_bytes = self._move(member, job, regroup)
         self._turn(RecoveryPhase.RUNNING, seconds)
         self._leavers = regroup.leavers
         region.lost += lost
@@ -306,6 +309,22 @@ class Recovery:
             member.tell("advice", [words], step=step, lost=regroup.lost, topology=regroup.words)
         raise UnrecoverableError(f"{words}. Start again from the last checkpoint, or leave advise out to go on in place")
 
+    def _move(self, member: Member, job: Job, regroup: Regroup) -> int:
+        """`Job.move`. A worker without the memory for it breaks the generation off: all meet again and plan with less."""
+
+        def agree() -> Decision:
+            self.fire("moved")
+            return self.agree()
+
+        try:
+            return job.move(regroup, agree)
+        except (MemoryError, RuntimeError) as error:
+            if not job.ran_out_of_memory(error):
+                raise
+            why = f"out of memory while state moved: {error}"
+            member.call_off(why)
+        raise GenerationBrokenError(why)
+
     def _judge(
         self,
         region: RegionState,
@@ -320,7 +339,7 @@ class Recovery:
         if lost:
             self.observers.lose(LossEvent(step, lost, "; ".join(whys.values()), heard_seconds, region.phase))
             region.num_failures = 0
-        elif not region.planned:
+        elif not region.planned and not any(info.get("out_of_memory") for info in generation.infos):
             region.num_failures += 1
         if region.num_failures >= MAX_FAILURES:
             said = "; ".join(f"worker {w}: {info['error']}" for w, info in generation.who_said() if info["error"])

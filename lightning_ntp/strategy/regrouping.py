@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_ntp.strategy.control import ControlPlane, gather_everyone
 from lightning_ntp.strategy.damage import flip_bit
 from lightning_ntp.strategy.generation import Generation
 from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.lean import given_up, is_out_of_memory
 from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.outlook import device_spec
 from lightning_ntp.strategy.recovery import Regroup
@@ -31,6 +33,8 @@ from lightning_ntp.strategy.state import rebuild
 from lightning_ntp.strategy.takeover import take_over
 from lightning_ntp.testing import Fault
 from lightning_ntp.topology import Topology
+
+_log = logging.getLogger(__name__)
 
 
 class Regrouping(Slowness):
@@ -44,7 +48,7 @@ class Regrouping(Slowness):
     def info(self) -> dict[str, Any]:
         """For the others when this worker joins: the step of its state, None while it has none, and the job for newcomers."""
         told: dict[str, Any] = {"setups": self._num_setups, "briefed": not self._is_newcomer or self._live is not None}
-        told["host"] = socket.gethostname()
+        told |= {"host": socket.gethostname(), "place": self._place, "out_of_memory": self._is_out_of_memory}
         if self._runner is None:
             return told | {"step": None}
         step = None if self._awaits_state else self._held_step
@@ -86,7 +90,12 @@ class Regrouping(Slowness):
         self._must_end = self.why_end(len(staying) if staying & set(old.workers) else 0)
         if self._must_end:
             going = strangers  # the others save together, and all end
-        told = None if self._runner is None else self._next(old, {*lost, *going} & known, set(joined) - going)
+        elif hungry := {worker for worker, info in generation.who_said() if info.get("out_of_memory")}:
+            going |= given_up(old, hungry, {*lost, *going}, joined) & members
+            if self.is_global_zero:
+                _log.warning("memory of workers %s does not suffice: workers %s go, with their replica", sorted(hungry), sorted(going))
+        places = {worker: info.get("place", worker) for worker, info in generation.who_said()}
+        told = None if self._runner is None else self._next(old, {*lost, *going} & known, set(joined) - going, places)
         plans = {repr(plan): plan for plan in gather_everyone(told) if plan is not None}  # newcomers have no model to ask yet
         if len(plans) > 1:
             raise PlanMismatchError(f"members of generation {generation.number} plan different topologies: {sorted(plans)}")
@@ -104,10 +113,12 @@ class Regrouping(Slowness):
             return ""
         return f"{num_workers} workers are left, and min_workers is {wanted}" if num_workers else "every worker was asked to leave"
 
-    def _next(self, old: Topology, lost: set[int], joined: set[int]) -> dict[str, Any]:
+    def _next(self, old: Topology, lost: set[int], joined: set[int], places: Mapping[int, int]) -> dict[str, Any]:
         if not lost and not joined:
             return old.to_data()
-        new = next_topology(old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True)
+        new = next_topology(
+            old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True, places=places
+        )
         return _with_newcomers_at_work(new, joined).to_data()
 
     def _strangers(self, generation: Generation) -> set[int]:
@@ -147,9 +158,17 @@ class Regrouping(Slowness):
         with torch.inference_mode(False):
             report = rebuild(self.sharded, self.state_holders, groups, steps, agree=agree)
         self._topology, self._held_step, self._awaits_state = topology, report.step, False
+        self._is_out_of_memory = False
+        self.note_neighbours()
         if groups.has_role:
             self.runner.control = ControlPlane(groups, self.root_device)
         return report.received_bytes
+
+    def ran_out_of_memory(self, error: Exception) -> bool:
+        """Whether `error` is that of an allocation that failed, for the first time in this recovery. Local."""
+        is_first, is_one = not self._is_out_of_memory, is_out_of_memory(error)
+        self._is_out_of_memory |= is_one
+        return is_first and is_one
 
     def park(self, groups: Groups) -> None:
         """Make of a newcomer's module what `rebuild` fills. Local."""

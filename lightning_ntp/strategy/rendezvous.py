@@ -44,6 +44,9 @@ EXIT_PARKED = 79
 """A worker for which the topology has no role ends with this code once others hold what it held. The supervisor starts a fresh
 process in its place, which waits for the next loss as a hot spare."""
 
+EXIT_RENEW = 80
+"""A worker whose neighbour was lost, and that cannot be trusted any more for that, hands its place to a fresh process."""
+
 LOOPBACK = "127.0.0.1:0"
 """Where a store listens unless told otherwise: nobody outside this machine can reach it; port 0 = any free one."""
 

@@ -88,6 +88,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         if member is not None:
             self.recovery.member, self.recovery.job, self.recovery.advises = member, self, self.config.recovery.advise
             self.recovery.num_started = int(os.environ["WORLD_SIZE"])
+            self._place = int(os.environ["RANK"])
             if member.generation is None:
                 self._is_newcomer, self.cluster_environment.rank = True, member.worker  # never taken for the leader
             else:
@@ -155,6 +156,8 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         pace = PaceMeter(self.measures_pace, self.root_device.type == "cuda")
         self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed, pace)
         CUT_MODULES[self.lightning_module] = sharded, healthy
+        if not self._is_newcomer:
+            self.note_neighbours()
 
     def _shard(self, module: Any, healthy: Topology) -> ShardedModel:
         """Cuts the module. A loss before all have the same weights is answered with fewer workers; cutting itself is local."""

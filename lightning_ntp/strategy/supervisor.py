@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import Coordinator, Event
@@ -28,7 +29,7 @@ from lightning_ntp.strategy.respawn import Place
 from lightning_ntp.strategy.signals import SignalWatch
 from lightning_ntp.strategy.supervisor_base import ENDED_WELL, FINISHED, SupervisorBase
 from lightning_ntp.strategy.supervisor_config import place_environ
-from lightning_ntp.strategy.worker_process import WorkerProcess, shell_code
+from lightning_ntp.strategy.worker_process import OUT_OF_STEP, WorkerProcess, describe_exit, is_out_of_step, shell_code
 
 _log = logging.getLogger(__name__)
 
@@ -151,12 +152,13 @@ class Supervisor(SupervisorBase):
 
     def _take_exit(self, process: WorkerProcess, now_seconds: float) -> None:
         assert process.exit_code is not None
-        if process.exit_code in ENDED_WELL or self._is_loss(process.worker, process.exit_code):
+        last_words = last_lines(bytes(process.relay.tail))
+        if process.exit_code in ENDED_WELL or self._is_loss(process.worker, process.exit_code, last_words):
             process.relay.release()
         else:
             process.relay.hold(now_seconds)
         self._log.forget(process.worker)
-        self._on_exit(EndedWorker.of(process), last_lines(bytes(process.relay.tail)), now_seconds)
+        self._on_exit(EndedWorker.of(process), last_words, now_seconds)
 
     def _on_exit(self, ended: EndedWorker, last_words: list[str], now_seconds: float) -> None:
         worker = ended.worker
@@ -169,11 +171,11 @@ class Supervisor(SupervisorBase):
                 if ended.exit_code == rendezvous.EXIT_PARKED and self._ending is None and self.config.respawn.max_respawns:
                     self._add_worker(self._coordinator, self._places[worker], waits=True)
             return
-        if self._coordinator is not None and self._is_loss(worker, ended.exit_code):
-            self._lose(self._coordinator, {worker: str(ended)}, last_words)
-            what = self._book.lose(self._places[worker], now_seconds)
-            self._log.event("place", node=ended.node, slot=self._places[worker][1], what=what)
+        if self._coordinator is not None and self._is_loss(worker, ended.exit_code, last_words):
+            self._take_loss(self._coordinator, ended, last_words, now_seconds)
             return
+        if is_out_of_step(last_words):
+            ended = replace(ended, why=f"{describe_exit(ended.exit_code)}; {OUT_OF_STEP}")
         if self._ending is None:
             delay = 0.0 if ended.is_cause else self.config.settle_seconds
             self._end(str(ended), shell_code(ended.exit_code), signal.SIGTERM, delay)
@@ -183,15 +185,33 @@ class Supervisor(SupervisorBase):
             self._ending.ask_seconds = now_seconds
         self._failed_alone.append(ended)
 
-    def _is_loss(self, worker: int, exit_code: int) -> bool:
+    def _take_loss(
+        self, coordinator: Coordinator, ended: EndedWorker, last_words: list[str], now_seconds: float
+    ) -> None:
+        """Tells the others, and says what becomes of the place. A worker that has lost a neighbour is replaced at once: it is no loss more."""
+        worker, place = ended.worker, self._places[ended.worker]
+        if ended.exit_code == rendezvous.EXIT_RENEW:
+            self._lose(coordinator, {worker: f"worker {worker}: starts again, a neighbour was lost"}, is_new=False)
+            if self._ending is None:
+                self._add_worker(coordinator, place)
+            return
+        self._lose(coordinator, {worker: str(ended)}, last_words)
+        what = self._book.lose(place, now_seconds)
+        self._log.event("place", node=ended.node, slot=place[1], what=what)
+
+    def _is_loss(self, worker: int, exit_code: int, last_words: Sequence[str]) -> bool:
         if self._coordinator is None or (self._ending is not None and not self._ending.saving):
             return False
         if not self.config.members_expected and not self._coordinator.in_use:
             return False
+        if is_out_of_step(last_words):
+            return False
         return exit_code < 0 or exit_code in _LOST_CODES or worker in self._coordinator.fenced
 
-    def _lose(self, coordinator: Coordinator, losses: Mapping[int, str], last_words: Sequence[str] = ()) -> None:
-        """Workers are gone or given up (worker -> why): tells the others."""
+    def _lose(
+        self, coordinator: Coordinator, losses: Mapping[int, str], last_words: Sequence[str] = (), is_new: bool = True
+    ) -> None:
+        """Workers are gone or given up (worker -> why): tells the others. is_new: not in consequence of another loss."""
         fresh = {worker: why for worker, why in losses.items() if worker not in coordinator.fenced}
         if not fresh:
             return
@@ -202,7 +222,7 @@ class Supervisor(SupervisorBase):
             self._loss.add(self._who(worker), why, last_words)
         if not coordinator.lose(fresh):
             self._print_loss((), None)
-        elif not self._book.recover(now):
+        elif is_new and not self._book.recover(now):
             limit = self.config.respawn.max_recoveries_per_hour
             self._leave(f"more than {limit} recoveries within an hour", rendezvous.EXIT_TOO_MANY_RECOVERIES)
 
@@ -231,12 +251,11 @@ class Supervisor(SupervisorBase):
     def _coordinate(self, coordinator: Coordinator, now_seconds: float) -> None:
         """One look at the membership: fences whom it gives up, fills empty places, ends an empty job."""
         verdict = coordinator.tick()
-        if verdict.write_stacks:
+        fence = {worker: why for worker, why in verdict.fence.items() if not self._crew.is_traced(worker)}
+        if fence or verdict.write_stacks:  # whoever waits for a hung worker shows where, while it still waits
             self._crew.signal_all(signal.SIGUSR2)
             self._board.order_all("stacks")
-        for worker, why in verdict.fence.items():
-            if self._crew.is_traced(worker):
-                continue
+        for worker, why in fence.items():
             _log.error("%s: ending it", why)
             if self._places[worker][0] == 0:
                 self._crew.give_up(worker, why)
@@ -344,4 +363,4 @@ class Supervisor(SupervisorBase):
             self._lose(self._coordinator, dict.fromkeys(lost, why))
 
 
-_LOST_CODES = (rendezvous.EXIT_LOST, rendezvous.EXIT_NO_SUPERVISOR)
+_LOST_CODES = (rendezvous.EXIT_LOST, rendezvous.EXIT_NO_SUPERVISOR, rendezvous.EXIT_RENEW)

@@ -26,6 +26,13 @@ _PEER_LOSS = (
     b"GenerationBrokenError",
     b"remote process exited",
 )
+_OUT_OF_STEP = "Received data size doesn't match expected size"
+"""What gloo says when it ends a process whose peer is in another collective (pair.cc); there is no exception to catch."""
+
+OUT_OF_STEP = (
+    "gloo has ended it because a peer was in another collective, so the ranks do not do the same: look for a branch that only some "
+    "ranks take (a skipped module, a collective under `if rank == 0`)"
+)
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(
     None
@@ -186,6 +193,11 @@ class WorkerProcess:
 def blames_a_peer(text: bytes) -> bool:
     """Whether a traceback ends in the complaint of somebody who lost a peer."""
     return any(mark in text[-4096:] for mark in _PEER_LOSS)
+
+
+def is_out_of_step(last_words: Sequence[str]) -> bool:
+    """Whether a worker died of a difference between the ranks' programs. That is no loss: the others would run into it again."""
+    return any(_OUT_OF_STEP in line for line in last_words)
 
 
 def describe_exit(exit_code: int) -> str:

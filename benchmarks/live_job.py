@@ -89,10 +89,6 @@ class LiveJob:
                 f"the job in {self.out} did not end within {limit_seconds:g} s:\n{self.printed.read_text()[-3000:]}"
             ) from error
 
-    def orphans(self) -> list[int]:
-        """Pids of workers that are still there."""
-        return [event["pid"] for event in self.events if event["kind"] == "start" and Path(f"/proc/{event['pid']}").exists()]
-
 
 def read_events(out: Path) -> list[Event]:
     """All complete lines of all workers, in time."""

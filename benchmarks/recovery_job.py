@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.leaks import usage
 from lightning_ntp import NTPStrategy
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.events import CommitEvent, LossEvent, RecoveryEvent
@@ -72,7 +73,7 @@ class EventLog:
         self.write("recovery", generation=event.generation, bytes=event.bytes_moved, degrees=event.degrees, **values)
 
     def on_commit(self, event: CommitEvent) -> None:
-        self.write("commit", step=event.step, samples=event.num_samples, attempts=event.attempts, seen=self.seen)
+        self.write("commit", step=event.step, samples=event.num_samples, attempts=event.attempts, seen=self.seen, usage=usage())
         self.seen = []
 
 
@@ -112,13 +113,19 @@ class Job(L.LightningModule):
         """From here on workers have ids."""
         worker = int(os.environ.get("NTP_WORKER_ID", os.environ.get("RANK", "0")))
         self.log_file = EventLog(self.options.out, worker)
-        self.log_file.write("start", pid=os.getpid(), step=self.global_step)
+        endpoint = os.environ.get("NTP_STORE_ENDPOINT", "")
+        self.log_file.write("start", pid=os.getpid(), step=self.global_step, endpoint=endpoint)
         self.trainer.strategy.observers.add(self.log_file)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self.log_file is not None
         loss = self.trainer.callback_metrics.get("loss")
         self.log_file.write("step", step=self.global_step - 1, batch=batch_idx, loss=None if loss is None else loss.item())
+
+    def on_train_end(self) -> None:
+        """Whoever has come so far was hit by nothing."""
+        assert self.log_file is not None
+        self.log_file.write("end")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=self.options.lr)
@@ -139,6 +146,8 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0.0, help="seconds of sleep in each micro-batch: a GPU that does not share its core")
     parser.add_argument("--float64", action="store_true")
     parser.add_argument("--no-recovery", action="store_true")
+    parser.add_argument("--max-respawns", type=int, default=8)
+    parser.add_argument("--neighbours", choices=("keep", "renew"), default="keep")
     parser.add_argument("--checkpoint-every", type=int, default=0)
     for name, value in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
@@ -153,7 +162,8 @@ def shapes_of(words: list[str]) -> list[tuple[int, int]]:
 def main() -> None:
     options = parsed()
     shapes = shapes_of(options.replicas)
-    strategy = NTPStrategy(replica_sizes=shapes, seed=options.seed, recovery=RecoveryConfig(enabled=not options.no_recovery))
+    recovery = RecoveryConfig(enabled=not options.no_recovery, max_respawns=options.max_respawns, neighbours=options.neighbours)
+    strategy = NTPStrategy(replica_sizes=shapes, seed=options.seed, recovery=recovery)
     callbacks: list[Any] = []
     if options.checkpoint_every:
         from lightning.pytorch.callbacks import ModelCheckpoint

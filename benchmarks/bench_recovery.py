@@ -3,6 +3,8 @@
     python -m benchmarks.bench_recovery [--repeats 10] [--size small|large] [--json FILE]
 
 live:    replicas 3 + 3, a kill in the middle of a step, the others go on; parts as the workers saw them
+renewed: the same with neighbours="renew": the hurt replica's other two workers start again as fresh processes at degree 2, the healthy
+         replica goes on alone until they are there ("replica back")
 restart: the same job without recovery, a checkpoint every 4 steps, started again from the last one by this script
 Judge by the ratio: seconds depend on the machine and on its load, which is printed.
 """
@@ -19,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.live_job import LiveJob
+from benchmarks.live_job import JobFailedError, LiveJob
 
 SIZES = {
     "small": [],
@@ -63,6 +65,23 @@ def live(folder: Path, size: list[str], limit_seconds: float) -> dict[str, float
     }
 
 
+def renewed(folder: Path, size: list[str], limit_seconds: float) -> dict[str, float]:
+    """Seconds until the healthy replica has committed a step, and until the hurt one is back from fresh processes."""
+    with LiveJob(folder, [*size, "--steps", "100000", "--neighbours", "renew", "--max-respawns", "0"]) as job:
+        killed, _ = kill_in_step(job, KILL_STEP, limit_seconds)
+        again = job.wait_for(lambda event: event["kind"] == "commit" and event["seconds"] > killed and event["attempts"] > 1, limit_seconds)
+        back = job.wait_for(lambda event: event["kind"] == "recovery" and bool(event["joined"]), limit_seconds)
+        first = job.wait_for(lambda event: event["kind"] == "commit" and event["seconds"] > back["seconds"], limit_seconds)
+        processes = {event["pid"] for event in job.events if event["kind"] == "start" and event["worker"] < 3}
+    if tuple(back["degrees"]) != (3, 2) or len(processes) != 3:
+        raise JobFailedError(f"wanted degrees 3 and 2 and no restart of the healthy three, got {back['degrees']} and {len(processes)} processes")
+    return {
+        "next commit": again["seconds"] - killed,
+        "replica back": back["seconds"] - killed,
+        "commit with it": first["seconds"] - killed,
+    }
+
+
 def restart(folder: Path, size: list[str], limit_seconds: float) -> dict[str, float]:
     """Seconds of one restart: from the kill until the step that was running is done."""
     arguments = [*size, "--steps", "1000", "--no-recovery", "--checkpoint-every", str(CHECKPOINT_EVERY)]
@@ -88,10 +107,10 @@ def main() -> None:
     parser.add_argument("--limit-seconds", type=float, default=300.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: dict[str, list[dict[str, float]]] = {"live": [], "restart": []}
+    found: dict[str, list[dict[str, float]]] = {"live": [], "renewed": [], "restart": []}
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.repeats):  # in turn, so that both see the same load
-            for name, run in (("live", live), ("restart", restart)):
+        for number in range(options.repeats):  # in turn, so that all see the same load
+            for name, run in (("live", live), ("renewed", renewed), ("restart", restart)):
                 found[name].append(run(Path(folder) / f"{name}{number}", SIZES[options.size], options.limit_seconds))
     ratios = [a["next commit"] / b["next commit"] for a, b in zip(found["live"], found["restart"], strict=True)]
     report: dict[str, Any] = {name: spread(results) for name, results in found.items()}

@@ -42,8 +42,10 @@ test: $(STAMP) ## the tests, without the long sweeps
 test-full: $(STAMP) ## all tests, with the long sweeps
 	$(BIN)/python -m pytest
 
-demo: $(STAMP) ## fine-tune a small llama on five CPU processes: replicas of degree 3 and 2
+demo: $(STAMP) ## fine-tune a llama on replicas of degree 3 and 2; then one of six workers is lost, and comes back
 	$(BIN)/python examples/finetune_hf.py --replica-sizes 3 2 --accelerator cpu
+	$(BIN)/python examples/lose_a_gpu.py --undisturbed
+	$(BIN)/python examples/lose_a_gpu.py
 
 bench: $(STAMP) ## step time and memory beside Lightning's own ModelParallelStrategy
 	$(BIN)/python benchmarks/bench_step.py
@@ -51,7 +53,7 @@ bench: $(STAMP) ## step time and memory beside Lightning's own ModelParallelStra
 bench-recovery: $(STAMP) ## kill one of six workers: seconds to the next step, live and by restart from a checkpoint
 	$(BIN)/python -m benchmarks.bench_recovery
 
-chaos: $(STAMP) ## half an hour of random faults over random topologies, each held against a run without any
+chaos: $(STAMP) ## half an hour of random faults over random topologies, each held against one process; looks for leaks
 	$(BIN)/python -m benchmarks.chaos --minutes $(CHAOS_MINUTES)
 
 bench-goodput: $(STAMP) ## time inside the goodput ledger and its callback, over 10,000 steps

@@ -1,7 +1,7 @@
 """A worker of a running fit is killed: training goes on without it, its replacement joins, and nothing is lost.
 
-    python examples/lose_a_gpu.py                  # 2 replicas x 3 on CPU; worker 4 is killed in the middle of a backward pass
-    python examples/lose_a_gpu.py --undisturbed    # the same run without the kill: the same losses
+    python examples/lose_a_gpu.py --undisturbed    # 2 replicas x 3 on CPU, nothing happens
+    python examples/lose_a_gpu.py                  # worker 4 is killed in the middle of a backward pass; compares with the run above
 
 The kill is an ordinary SIGKILL, asked for by NTP_FAULTS as in anybody's own drills; the training script knows nothing of it.
 """
@@ -9,7 +9,10 @@ The kill is an ordinary SIGKILL, asked for by NTP_FAULTS as in anybody's own dri
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -23,6 +26,8 @@ from lightning_ntp.testing import ENV_FAULTS, Fault, FaultScript
 
 KILLED_WORKER, KILL_STEP = 4, 10
 VOCABULARY, BLOCK = 257, 32
+HURT_SECONDS = 0.2
+"""Sleep after each step while a worker is missing: the start of a process takes as long as all steps of this small job."""
 
 
 class Bytes(Dataset[torch.Tensor]):
@@ -60,12 +65,19 @@ class SmallLlama(L.LightningModule):
 
 
 class Story(L.Callback):
-    """One line per fifth step, and one for whatever happens to the job."""
+    """One line per tenth step; remembers every loss."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.is_global_zero and trainer.global_step % 5 == 0:
-            degrees = [replica.degree for replica in trainer.strategy.topology.replicas]
-            print(f"step {trainer.global_step:3d}  loss {trainer.callback_metrics['loss']:.9f}  replicas {degrees}", flush=True)
+        replicas = trainer.strategy.topology.replicas
+        self.losses[trainer.global_step] = trainer.callback_metrics["loss"].item()
+        if trainer.is_global_zero and trainer.global_step % 10 == 0:
+            degrees = [replica.degree for replica in replicas]
+            print(f"step {trainer.global_step:3d}  loss {self.losses[trainer.global_step]:.9f}  replicas {degrees}", flush=True)
+        if sum(len(replica.workers) for replica in replicas) < trainer.num_devices:
+            time.sleep(HURT_SECONDS)
 
 
 class Narrator(Observer):
@@ -84,23 +96,53 @@ class Narrator(Observer):
             print(f"--- {who}: {event.topology}; {event.seconds['total']:.2f} s", flush=True)
 
 
+def compare(losses: dict[int, float], undisturbed: Path, settings: list[Any]) -> None:
+    """How far this run is from the one without a kill, if there was one with the same settings."""
+    before = json.loads(undisturbed.read_text()) if undisturbed.exists() else {"settings": None}
+    if before["settings"] != settings:
+        print("run it with --undisturbed first, and this run will be compared with it", flush=True)
+        return
+    differences = [abs(loss - before["losses"][str(step)]) for step, loss in losses.items()]
+    print(f"against the undisturbed run: {differences[-1]:.1e} at the end, {max(differences):.1e} at most", flush=True)
+
+
+def draw_timeline(path: Path) -> None:
+    """What the six places did over time, from the run's ledger."""
+    from lightning_ntp.goodput_merge import read_run
+    from lightning_ntp.plots import draw_goodput
+
+    draw_goodput(read_run(Path(os.environ["NTP_LOG_FOLDER"])), path)
+    print(f"what the workers did over time: {path}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--undisturbed", action="store_true", help="without the kill")
-    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--precision", default="64-true")
+    parser.add_argument("--replica-sizes", type=int, nargs="+", default=[3, 3])
+    parser.add_argument("--out", type=Path, default=Path("ntp_logs/lose_a_gpu"), help="folder for losses and the picture")
     args = parser.parse_args()
     if not args.undisturbed and "NTP_WORKER_ID" not in os.environ:  # the launching process tells its workers
         os.environ[ENV_FAULTS] = FaultScript(Fault("kill", KILLED_WORKER, "sync", KILL_STEP)).to_json()
     L.seed_everything(1, verbose=False)
-    strategy = lightning_ntp.NTPStrategy(replica_sizes=[3, 3])
+    strategy, story = lightning_ntp.NTPStrategy(replica_sizes=args.replica_sizes), Story()
     strategy.observers.add(Narrator(strategy))
     trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=6, max_epochs=args.epochs, callbacks=[Story()], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        strategy=strategy, accelerator="cpu", devices=sum(args.replica_sizes), precision=args.precision, max_epochs=args.epochs,
+        callbacks=[story], logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(SmallLlama(), DataLoader(Bytes(), batch_size=8, shuffle=True))
-    if trainer.is_global_zero:
-        print(f"the end: {trainer.global_step} steps, loss {trainer.callback_metrics['loss']:.9f}", flush=True)
+    if not trainer.is_global_zero:
+        return
+    print(f"the end: {trainer.global_step} steps, loss {story.losses[trainer.global_step]:.9f}", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = [args.epochs, args.precision, len(args.replica_sizes)]
+    if args.undisturbed:
+        (args.out / "undisturbed.json").write_text(json.dumps({"settings": settings, "losses": story.losses}))
+    else:
+        compare(story.losses, args.out / "undisturbed.json", settings)
+        draw_timeline(args.out / "timeline.png")
 
 
 if __name__ == "__main__":

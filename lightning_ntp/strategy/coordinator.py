@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy.deadline import HangDeadline
 from lightning_ntp.strategy.rendezvous import delete_below, get_json, peek_json, put_json
+from lightning_ntp.strategy.respawn import PartyState
 
 UNWATCHED_PHASES = frozenset({"start", "compile", "evaluate", "save", "debugger"})
 """Phases of `Member.progress` in which nothing can be said about how long they take: the progress clock stands still.
@@ -25,9 +26,6 @@ A member under a debugger reports "debugger" by itself."""
 
 STACKS_SECONDS = 1.0
 """Between the order to write stacks and the break that changes them."""
-
-PARTY_SECONDS = 1.0
-"""Newcomers that were started within so long of each other come in together."""
 
 DOUBT_BEATS = 2
 """After a failed collective a member counts as alive once it has given so many further signs of life."""
@@ -126,8 +124,7 @@ class Coordinator:
     _left: set[int] = field(default_factory=set)
     _signs: dict[int, LifeSignState] = field(default_factory=dict)
     _forming_since: float = 0.0
-    _newcomers_since: dict[int, float] = field(default_factory=dict)
-    _arrivals: dict[int, float] = field(default_factory=dict)
+    _party: PartyState = field(default_factory=PartyState)
     _stuck_since: float | None = None
     _doubt: DoubtState | None = None
     _num_leaves: int = 0
@@ -154,7 +151,7 @@ class Coordinator:
         waits: it, or somebody in its place, has found no role.
         """
         (self.waiting if waits else self.pending).add(worker)
-        self._newcomers_since[worker] = self.clock()
+        self._party.start(worker, self.clock())
 
     def finish(self, worker: int) -> None:
         """A worker has ended well: no loss, unless the others still wait for it (see `tick`)."""
@@ -256,8 +253,7 @@ class Coordinator:
         self.pending.discard(worker)
         self.waiting.discard(worker)
         self._signs.pop(worker, None)
-        self._newcomers_since.pop(worker, None)
-        self._arrivals.pop(worker, None)
+        self._party.forget(worker)
 
     def _break(self, workers: tuple[int, ...], why: str) -> None:
         broken = self.generation
@@ -337,20 +333,10 @@ class Coordinator:
             return
         door = {worker for worker in newcomers if self.store.check([f"join/{self.generation + 1}/{worker}"])}
         fresh = door & self.pending
-        if self._is_party_complete(fresh, now_seconds) if fresh else len(door) > self._num_in_vain:
+        if self._party.is_complete(fresh, self.pending, now_seconds) if fresh else len(door) > self._num_in_vain:
             put_json(self.store, f"regroup/{self.generation}", True)
             self.pending |= door
             self.waiting -= door
-
-    def _is_party_complete(self, here: Collection[int], now_seconds: float) -> bool:
-        """Whether with newcomers at the door those are there as well that were started together with them.
-
-        They are taken in at once, as one replica perhaps. Nobody waits for a companion longer than its own way took.
-        """
-        arrival = min(self._arrivals.setdefault(worker, now_seconds) for worker in here)
-        start = min(self._newcomers_since[worker] for worker in here)
-        party = {w for w in self.pending if self._newcomers_since[w] - start <= PARTY_SECONDS}
-        return party <= set(here) or now_seconds - arrival > arrival - start
 
     def _silent(self, now_seconds: float) -> dict[int, str]:
         """Workers without a sign of life for too long. Before its first sign a worker is starting."""

@@ -8,11 +8,14 @@ must pass a probe (health.py). A job that recovers too often in an hour saves an
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lightning_ntp.errors import ConfigError
 
 HOUR_SECONDS = 3600.0
+PARTY_SECONDS = 1.0
+"""Processes that were started within so long of each other were started together."""
 
 Place = tuple[int, int]
 """(node, slot): a slot is the local rank, and with it the GPU."""
@@ -89,6 +92,30 @@ class RespawnBook:
         recoveries = _within_hour(self._recoveries, now_seconds)
         recoveries.append(now_seconds)
         return len(recoveries) <= self.config.max_recoveries_per_hour
+
+
+@dataclass(slots=True)
+class PartyState:
+    """Newcomers on their way. Those that were started together are taken in at once, as one replica perhaps."""
+
+    _starts: dict[int, float] = field(default_factory=dict)
+    _arrivals: dict[int, float] = field(default_factory=dict)
+
+    def start(self, worker: int, now_seconds: float) -> None:
+        """A process has been started."""
+        self._starts[worker] = now_seconds
+
+    def forget(self, worker: int) -> None:
+        """It has ended."""
+        self._starts.pop(worker, None)
+        self._arrivals.pop(worker, None)
+
+    def is_complete(self, here: Collection[int], expected: Collection[int], now_seconds: float) -> bool:
+        """Whether whoever was started together with those who are `here` has come. Nobody waits longer than its own way took."""
+        arrival = min(self._arrivals.setdefault(worker, now_seconds) for worker in here)
+        start = min(self._starts[worker] for worker in here)
+        party = {worker for worker in expected if self._starts[worker] - start <= PARTY_SECONDS}
+        return party <= set(here) or now_seconds - arrival > arrival - start
 
 
 def _within_hour(times: deque[float], now_seconds: float) -> deque[float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from lightning_ntp.strategy.life_signs import show_stacks_on_request
 from lightning_ntp.testing import Fault, FaultScript
 from tests.survival import Run
 
@@ -38,3 +41,16 @@ def test_a_worker_that_skips_a_call_looks_dead_to_the_others_and_is_named_after_
     assert "so they do not do the same: worker 0: " in said and "a collective under `if rank == 0`" in said
     assert not run.lines("lost") and max(line["step"] for line in run.lines("step")) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in run.job.pids.values())
+
+
+def test_a_request_for_stacks_ends_nobody_after_lightning_has_put_signals_back(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    try:
+        for _ in range(2):
+            show_stacks_on_request()
+            os.kill(os.getpid(), signal.SIGUSR2)
+            signal.signal(signal.SIGUSR2, signal.getsignal(signal.SIGUSR2))  # what the end of a fit does
+            os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert capfd.readouterr().err.count("in test_a_request_for_stacks_ends_nobody") == 4

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +14,18 @@ _DEBUGGERS = frozenset({"pdb", "bdb", "ipdb", "pudb", "pydevd", "debugpy", "_pyd
 
 _WAITING_IN = ("torch.distributed", "torch._ops", "torch.autograd")
 """Where the innermost Python frame of a thread is that waits in a collective (in its own call, or inside of backward)."""
+
+
+def show_stacks_on_request() -> None:
+    """SIGUSR2 from now on writes the Python stacks of all threads to stderr, also while the interpreter is stuck.
+
+    Call it again after somebody has put signal handlers "back": Lightning does so at the end of every `fit`, knows of no handler
+    that was not set in Python, and would leave the default one, which ends the process. The one below it is for that while.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR2, lambda number, frame: faulthandler.dump_traceback(all_threads=True))
+    faulthandler.unregister(signal.SIGUSR2)  # else it takes its own handler for being in place
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
 
 
 class StepClock:

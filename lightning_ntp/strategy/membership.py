@@ -16,7 +16,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,7 +37,7 @@ from lightning_ntp.strategy.generation import (
     is_poisoned,
 )
 from lightning_ntp.strategy.heartbeat import Heartbeat
-from lightning_ntp.strategy.life_signs import StandstillProbe
+from lightning_ntp.strategy.life_signs import StandstillProbe, show_stacks_on_request
 from lightning_ntp.strategy.sockets import GroupSockets
 from lightning_ntp.strategy.vote import MISMATCH, Vote
 from lightning_ntp.testing import FaultScript
@@ -83,7 +82,7 @@ class Member:
         self.faults.fire(self.worker, None, "start")
         self._exit_process = exit_process
         # The supervisor asks for stacks before it gives up on workers that live; works while the interpreter is stuck too.
-        faulthandler.register(signal.SIGUSR2, all_threads=True)
+        show_stacks_on_request()
         self._store = rendezvous.connect_store(address.endpoint, address.token)
         self._watch_store = rendezvous.own_connection(self._store)
         self._heart = Heartbeat(self.worker, rendezvous.own_connection(self._store), self.config.heartbeat_seconds)

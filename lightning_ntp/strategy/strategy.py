@@ -42,6 +42,7 @@ from lightning_ntp.strategy.evaluation import Evaluation
 from lightning_ntp.strategy.fsdp import ShardedModel, shard_model, start_equal
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.launcher import WorkerLauncher
+from lightning_ntp.strategy.life_signs import show_stacks_on_request
 from lightning_ntp.strategy.manual import ManualOptimization
 from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.newcomers import Newcomers
@@ -120,6 +121,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         self.guard_evaluation(trainer)
         if self.recovery.member is not None:
             take_sigterm(trainer, self.recovery.member.request_leave)
+            show_stacks_on_request()
         self._loop_batch, self._open_window, self._is_batch_pending = None, None, False
         self._num_setups += 1
         self._num_training_loaders = 0

@@ -26,7 +26,7 @@ from lightning_ntp.testing import ENV_FAULTS, Fault, FaultScript
 
 KILLED_WORKER, KILL_STEP = 4, 10
 VOCABULARY, BLOCK = 257, 32
-HURT_SECONDS = 0.2
+HURT_SECONDS = 0.3
 """Sleep after each step while a worker is missing: the start of a process takes as long as all steps of this small job."""
 
 
@@ -118,7 +118,7 @@ def draw_timeline(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--undisturbed", action="store_true", help="without the kill")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--precision", default="64-true")
     parser.add_argument("--replica-sizes", type=int, nargs="+", default=[3, 3])
     parser.add_argument("--out", type=Path, default=Path("ntp_logs/lose_a_gpu"), help="folder for losses and the picture")

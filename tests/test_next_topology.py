@@ -1,5 +1,7 @@
 """Which topology follows a loss or a return: nobody is forgotten, and what comes back finds its place."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from lightning_ntp.errors import ConfigError, UnrecoverableError
 from lightning_ntp.next_topology import next_topology
 from lightning_ntp.plan_cost import PlanCost
 from lightning_ntp.presets import GPUS
+from lightning_ntp.strategy.regrouping import with_newcomers_at_work
 from lightning_ntp.topology import Replica, Topology
 from tests.plan_cases import specs_for
 
@@ -113,3 +116,23 @@ def test_who_is_there_cannot_join():
 def test_digests_tell_topologies_apart():
     assert THREES.digest == Topology.from_shapes([(1, 3), (1, 3)]).digest
     assert THREES.digest != THREES.without(4).digest != THREES.without(3).digest
+
+
+def test_replacements_make_the_replica_that_was_lost_whole():
+    """They have other ids than the workers that stood there, so no home is known to them."""
+    alone = Topology(3, THREES.replicas[1:])
+    ready = replace(alone, spares=(6, 7, 8))
+    back = with_newcomers_at_work(ready, {6, 7, 8}, THREES)
+    assert back.replicas == (THREES.replicas[1], Replica(((6, 7, 8),))) and not back.spares
+    first = with_newcomers_at_work(replace(alone, spares=(7,)), {7}, THREES)
+    assert [replica.degree for replica in first.replicas] == [3, 1]
+    others = with_newcomers_at_work(replace(first, spares=(6, 8)), {6, 8}, THREES)
+    assert [replica.degree for replica in others.replicas] == [3, 3]
+    squares = Topology.from_shapes([(2, 2), (2, 2)])
+    back = with_newcomers_at_work(Topology(2, squares.replicas[:1], spares=(9, 10, 11, 12)), {9, 10, 11, 12}, squares)
+    assert (back.replicas[1].fsdp_size, back.replicas[1].degree) == (2, 2)
+
+
+def test_more_replacements_than_healthy_roles_wait():
+    ready = replace(THREES, spares=(6,))
+    assert with_newcomers_at_work(ready, {6}, THREES) == ready

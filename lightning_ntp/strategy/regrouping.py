@@ -30,7 +30,7 @@ from lightning_ntp.strategy.slowness import Slowness
 from lightning_ntp.strategy.state import rebuild
 from lightning_ntp.strategy.takeover import take_over
 from lightning_ntp.testing import Fault
-from lightning_ntp.topology import Topology
+from lightning_ntp.topology import Replica, Topology
 
 
 class Regrouping(Slowness):
@@ -108,7 +108,7 @@ class Regrouping(Slowness):
         if not lost and not joined:
             return old.to_data()
         new = next_topology(old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True)
-        return _with_newcomers_at_work(new, joined).to_data()
+        return with_newcomers_at_work(new, joined, self._healthy).to_data()
 
     def _strangers(self, generation: Generation) -> set[int]:
         """Newcomers whose script is at another `fit` or evaluation than the members: they cannot follow."""
@@ -199,8 +199,11 @@ class Regrouping(Slowness):
         return self.recovery.member
 
 
-def _with_newcomers_at_work(topology: Topology, joined: set[int]) -> Topology:
-    """A replacement has another id than the worker that stood at its place: it takes a lost role, the smallest replica's first."""
+def with_newcomers_at_work(topology: Topology, joined: set[int], healthy: Topology) -> Topology:
+    """A replacement has another id than the worker that stood at its place: it takes a lost role, the smallest replica's first.
+
+    Who finds none makes a new replica with the others, as many as are left, while there are fewer replicas than healthy ones.
+    """
     while True:
         free = sorted(joined & set(topology.spares))
         hurt = [
@@ -208,7 +211,21 @@ def _with_newcomers_at_work(topology: Topology, joined: set[int]) -> Topology:
             for index, replica in enumerate(topology.replicas)
             if replica.degree < topology.num_roles and replica.fsdp_size <= len(free)
         ]
-        if not hurt:
+        if hurt:
+            _, index = min(hurt)
+            topology = topology.with_workers(index, free[: topology.replicas[index].fsdp_size])
+        elif free and len(topology.replicas) < len(healthy.replicas):
+            topology = _with_replica(topology, free, healthy.replicas[0].fsdp_size)
+        else:
             return topology
-        _, index = min(hurt)
-        topology = topology.with_workers(index, free[: topology.replicas[index].fsdp_size])
+
+
+def _with_replica(topology: Topology, free: list[int], most_rows: int) -> Topology:
+    """A replica of as many of these workers as a shape takes, of the highest degree among the shapes that take as many."""
+    degrees = range(1, topology.num_roles + 1)
+    shapes = [(rows, degree) for degree in degrees for rows in range(1, most_rows + 1) if rows * degree <= len(free)]
+    rows, degree = max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    used = free[: rows * degree]
+    grid = tuple(tuple(used[row * degree : (row + 1) * degree]) for row in range(rows))
+    spares = tuple(spare for spare in topology.spares if spare not in used)
+    return replace(topology, replicas=(*topology.replicas, Replica(grid)), spares=spares)

@@ -274,12 +274,23 @@ def goodput(trace: Trace, capacities: Floats, policy: Policy) -> Outcome:
             up_until = max(up_until, start + (policy.recovery_seconds if failure else policy.rejoin_seconds))
         up = max(0.0, end - max(start, up_until))
         recovery += end - start - up
-        # a checkpoint is due after so much work, which takes a hurt job longer
-        writing = policy.checkpoint_seconds * now / (interval + policy.checkpoint_seconds * now) if interval else 0.0
-        work = up * now * (1 - writing)
-        kept, written, reduced = kept + work, written + up * now * writing, reduced + up * (1 - now)
-        unsaved = (unsaved + work) % interval if interval else unsaved + work
+        work, writing, unsaved = _worked(up, now, unsaved, interval, policy.checkpoint_seconds)
+        kept, written, reduced = kept + work, written + writing * now, reduced + up * (1 - now)
     return Outcome(*(part / trace.end for part in (kept - lost, reduced, recovery, lost, written)))
+
+
+def _worked(up: float, now: float, unsaved: float, interval: float, save: float) -> tuple[float, float, float]:
+    """Work done in `up` seconds at capacity `now`, seconds spent on checkpoints, and the work that none of them holds at the end.
+
+    A checkpoint of `save` seconds is due after every `interval` of work, which takes a hurt job longer; 0: never.
+    """
+    first = (interval - unsaved) / now if interval and now else math.inf
+    if up <= first:
+        return up * now, 0.0, unsaved + up * now
+    whole, part = divmod(up - first, save + interval / now)
+    after = max(0.0, part - save) * now
+    work = interval - unsaved + whole * interval + after
+    return work, whole * save + min(part, save), after if part >= save else interval
 
 
 def simulate(

@@ -124,7 +124,7 @@ def usual_drill(stretch: float = 1.0) -> Drill:
     def at(step: int) -> int:
         return round(step * stretch / SAVE_EVERY) * SAVE_EVERY
 
-    losses = ((1, 17, 0.1), (2, 25, 0.5), (4, 53, 0.3), (5, 62, 0.6), (3, 91, 0.2), (4, 99, 0.4))
+    losses = ((1, 17, 0.2), (2, 25, 0.8), (4, 53, 0.5), (5, 62, 0.9), (3, 91, 0.3), (4, 99, 0.6))
     returns = ((1, 32), (2, 40), (4, 72), (5, 80))
     return Drill(
         steps=at(112),
@@ -162,3 +162,8 @@ def last_step(folder: Path) -> int:
                 newest = max(newest, event["step"])
                 break
     return newest
+
+
+def end_file(out: Path, group: int, life: int) -> Path:
+    """Where the exit code of a life of a group is left."""
+    return out / f"ended-{group}-{life}"

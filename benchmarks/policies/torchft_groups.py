@@ -1,7 +1,7 @@
 """Plays the scheduler of a torchft job: a lighthouse, a launcher per replica group; a group that lost a GPU waits for it.
 
-All ranks of a group end with the first one, as under torchrun. The group starts again when all of its GPUs are back, from a launcher
-that stands by with everything imported, as the replacements of our own policies do.
+All ranks of a group end with the first one, as under torchrun. The group starts again when all of its GPUs are back, forked from a process
+that has everything imported, as the replacements of our own policies are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self
 
 from torchft.coordination import LighthouseServer
 
-from benchmarks.policies.drill import Drill, last_step
+from benchmarks.policies.drill import Drill, end_file, last_step
 
 HEARTBEAT_MS = 1000
 """Of torchft's lighthouse, whose default is 5000: survivors wait that long before they go on without a group. In torchft's favour."""
@@ -43,50 +43,47 @@ class TorchftJob:
     """
 
     def __init__(self, out: Path, drill: Drill, arguments: list[str]) -> None:
-        self.out, self.drill, self.arguments = out, drill, arguments
-        self.running: dict[int, subprocess.Popen[str]] = {}
+        self.out, self.drill = out, drill
+        self.running: dict[int, int] = {}  # group -> number of its life
         self._lighthouse = LighthouseServer(
             bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100, heartbeat_timeout_ms=HEARTBEAT_MS
         )
-        self._standby = {group: self._launcher(group) for group in range(drill.replicas)}
+        command = [sys.executable, "-m", "benchmarks.policies.torchft_job", "--out", str(out), "--drill", drill.to_json(), *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for launcher in (*self.running.values(), *self._standby.values()):
-            launcher.kill()  # its ranks die with it
-            launcher.wait()
+        self._process.kill()  # launchers and ranks die with it
+        self._process.wait()
         self._lighthouse.shutdown()
 
     def run(self) -> bool:
         """From the first start to the end of the last group that lives; whether anybody got to the end."""
         waiting: dict[int, int | None] = {}
         for group in range(self.drill.replicas):
-            self._start(group, is_first=True)
-        while self.running:
-            for group, launcher in list(self.running.items()):
-                if (code := launcher.poll()) is None:
+            self._start(group, 0)
+        while self.running and self._process.poll() is None:
+            for group, life in list(self.running.items()):
+                ended = end_file(self.out, group, life)
+                if not ended.exists() or not (code := ended.read_text()):
                     continue
                 del self.running[group]
-                if code:
+                if code != "0":
                     step = last_step(self.out) + 1
                     gpu = next(gpu for gpu in self.drill.mates(group * self.drill.degree) if gpu in self.drill.down(step))
                     waiting[group] = self.drill.back_at(gpu, step, whole=True)
             for group, back in list(waiting.items()):
                 if back is not None and last_step(self.out) >= back - 1:
-                    self._start(group, is_first=False)
+                    self._start(group, back)
                     del waiting[group]
             time.sleep(LOOK_SECONDS)
         return last_step(self.out) == self.drill.steps - 1
 
-    def _launcher(self, group: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.policies.torchft_job", "--out", str(self.out), "--drill", self.drill.to_json()]
-        return subprocess.Popen([*command, "--group", str(group), *self.arguments], stdin=subprocess.PIPE, text=True)
-
-    def _start(self, group: int, is_first: bool) -> None:
+    def _start(self, group: int, life: int) -> None:
         environ = {
-            "FIRST_LIFE": "yes" if is_first else "no",
+            "FIRST_LIFE": "no" if life else "yes",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(self.drill.degree),
@@ -94,10 +91,9 @@ class TorchftJob:
             "NUM_REPLICA_GROUPS": str(self.drill.replicas),
             "TORCHFT_LIGHTHOUSE": self._lighthouse.address().replace(socket.gethostname() + ":", "127.0.0.1:"),
         }
-        launcher = self.running[group] = self._standby[group]
-        assert launcher.stdin is not None
-        print(json.dumps(environ), file=launcher.stdin, flush=True)
-        self._standby[group] = self._launcher(group)
+        assert self._process.stdin is not None
+        print(json.dumps({"group": group, "life": life, "environ": environ}), file=self._process.stdin, flush=True)
+        self.running[group] = life
 
 
 def main() -> None:

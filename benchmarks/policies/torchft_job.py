@@ -1,8 +1,8 @@
-"""The same model under torchft: one replica group, which trains as torchft's users write it. Needs the package torchft.
+"""The same model under torchft: replica groups that train as torchft's users write it. Needs the package torchft.
 
 A group is tensor parallel inside (torch's own `parallelize_module`); its gradients are averaged over the groups by torchft's Manager.
-This process stands for torchrun: it imports everything once, waits for its environment on stdin (one JSON line), forks the ranks, and
-ends them all with the first one that fails.
+This process imports everything once. For each line on stdin (JSON: group, life, environ) it forks what stands for the group's torchrun:
+that forks the ranks, ends them all with the first one that fails, and leaves its exit code in a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchft import Manager, ProcessGroupGloo
 
-from benchmarks.policies.drill import PHASE, Drill, note_kills
+from benchmarks.policies.drill import PHASE, Drill, end_file, note_kills
 from benchmarks.policies.model import LEARNING_RATE, LENGTH, SEED, SIZES, training_data
 from benchmarks.small_llama import small_llama
 from lightning_ntp.strategy.worker_process import die_with_parent
@@ -193,15 +193,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--drill", type=Drill.from_json, required=True)
-    parser.add_argument("--group", type=int, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--pace", type=float, required=True)
     options = parser.parse_args()
-    environ = sys.stdin.readline()
-    if not environ:  # it was not needed
-        return
-    os.environ.update(json.loads(environ))
-    sys.exit(launch(options))
+    arm = die_with_parent(os.getpid())
+    for line in sys.stdin:
+        order = json.loads(line)
+        if os.fork() == 0:
+            arm()
+            os.environ.update(order["environ"])
+            options.group = order["group"]
+            end_file(options.out, order["group"], order["life"]).write_text(str(launch(options)))
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ restart  no recovery: the job ends at a loss and is started again from its last 
 torchft  torchft itself, where it can be imported (`pip install torchft`): a hurt group is dropped and relaunched, the batch shrinks meanwhile
 
 The drill is `policies.drill.usual_drill`: 6 losses and 4 returns, one replica hurt at a time, without which none but ntp could go on.
-All processes share the cores of this machine, so each rank sleeps for most of its step (see policies.training), and the seconds of GPUs
+All processes share the cores of this machine, so a step has a least time that hides what this costs (see policies.training), and the seconds of GPUs
 are those owned: 6 x wall time, whoever lives. CPU figures; ratios between policies depend on how long a process takes to start.
 """
 
@@ -199,7 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", nargs="+", choices=("ntp", "drop", "restart", "torchft"), default=["ntp", "drop", "restart", "torchft"])
     parser.add_argument("--out", type=Path, default=Path("bench_results/goodput"), help="one record per policy, for `ntp calibrate`")
-    parser.add_argument("--pace", type=float, default=0.15, help="seconds that a whole replica sleeps per sample")
+    parser.add_argument("--pace", type=float, default=0.15, help="least seconds of a whole replica per sample")
     parser.add_argument("--stretch", type=float, default=1.0, help="more steps between the failures")
     parser.add_argument("--limit-seconds", type=float, default=900.0, help="of one policy")
     parser.add_argument("--keep", type=Path, help="folder for the logs of all runs")

@@ -15,7 +15,9 @@ from lightning_ntp.cli import app
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.testing import Fault
 
-RECORDS = Path(__file__).parent.parent / "benchmarks" / "records"
+RECORDS = Path(__file__).parent / "records"
+"""Of real runs: ntp under the usual drill, the others under a drill of two losses and one return. They are not compared with each other."""
+
 STEP = {(3, 3): 0.8, (2, 3): 1.0, (1, 3): 1.2, (3,): 1.5}
 RECOVERY, REJOIN, STARTING, SAVE, BATCH = 1.5, 1.0, 2.0, 0.1, 12
 
@@ -105,7 +107,8 @@ def test_costs_are_found_in_a_played_run_and_predict_it(policy: str) -> None:
     account = play(policy, usual_drill(), shrinking_batch=policy == "torchft")
     found = account.record()
     assert found["recovery_seconds"] == pytest.approx([RECOVERY] * (6 if policy == "ntp" else 3))
-    assert found["rejoin_seconds"] == pytest.approx([REJOIN] * (4 if policy == "ntp" else 2))
+    saved = SAVE if policy == "restart" else 0.0  # it is stopped right after a checkpoint
+    assert found["rejoin_seconds"] == pytest.approx([REJOIN + saved] * (4 if policy == "ntp" else 2))
     assert found["step_seconds"]["3,3"] == pytest.approx(STEP[3, 3])
     assert len(found["changes"]) == 10
     record = RunRecord.from_dict(json.loads(json.dumps(found)))
@@ -123,16 +126,19 @@ def test_a_run_that_ends_before_its_gpus_are_taken_in_is_no_record() -> None:
         play("ntp", late).record()
 
 
-@pytest.mark.parametrize("policy", ["ntp", "drop", "restart", "torchft"])
-def test_the_measured_runs_that_we_quote_are_predicted_within_five_percent(policy: str) -> None:
+@pytest.mark.parametrize(("policy", "losses"), [("ntp", 6), ("drop", 2), ("restart", 2), ("torchft", 2)])
+def test_the_goodput_of_real_runs_is_predicted_within_five_percent(policy: str, losses: int) -> None:
     (record,) = read_records(RECORDS / f"{policy}.json")
-    assert sum(change.kind == "loss" for change in record.changes) >= 6
-    assert sum(change.kind == "return" for change in record.changes) >= 2
+    assert sum(change.kind == "loss" for change in record.changes) == losses
     assert abs(predict(record).error) < 0.05
 
 
-def test_the_command_takes_the_folder_and_ntp_keeps_the_most() -> None:
+def test_the_command_takes_a_folder_of_records() -> None:
     rows = json.loads(CliRunner().invoke(app, ["calibrate", str(RECORDS), "--json"]).output)
-    measured = {row["policy"]: row["measured"] for row in rows}
-    assert measured.keys() == {"ntp", "drop", "restart", "torchft"}
-    assert max(measured, key=measured.__getitem__) == "ntp"
+    assert {row["policy"] for row in rows} == {"ntp", "drop", "restart", "torchft"}
+    assert all(abs(row["error"]) < 0.05 for row in rows)
+
+
+def test_a_folder_without_records(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no \\*.json in this folder"):
+        read_records(tmp_path)

@@ -42,7 +42,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--until", type=int, help="the step before which it ends")
     parser.add_argument("--checkpoints", type=Path, help="folder to save to and to go on from")
     parser.add_argument("--batch", type=int, default=6, help="samples of a replica of the healthy job")
-    parser.add_argument("--pace", type=float, default=0.1, help="seconds that a whole replica takes for a sample")
+    parser.add_argument("--pace", type=float, default=0.1, help="least seconds of a whole replica for a sample")
     options = parser.parse_args(arguments)
     options.gpus = options.gpus or list(range(options.drill.num_gpus))
     options.until = options.until or options.drill.steps

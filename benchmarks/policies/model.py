@@ -29,4 +29,5 @@ def held_out_loss(weights: Mapping[str, torch.Tensor]) -> float:
     data = Progressions(NUM_TRAINING + NUM_HELD_OUT, LENGTH, SIZES["vocab"])
     ids = torch.stack([data[NUM_TRAINING + index]["input_ids"] for index in range(NUM_HELD_OUT)])
     with torch.inference_mode():
-        return float(model(input_ids=ids, labels=ids).loss)
+        logits = model(input_ids=ids).logits  # transformers' own loss would be float32
+        return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), ids[:, 1:].flatten()))

@@ -116,15 +116,16 @@ class Rank:
         script = drill.script(whole=False)  # the launcher ends the mates, as torchrun does
         note_kills(script, self.write)
         while (step := manager.current_step()) < drill.steps:
+            began = time.monotonic()
             first = (step * drill.replicas + self.options.group) * self.options.batch
             ids = torch.stack([data[first + index]["input_ids"] for index in range(self.options.batch)])
             manager.start_quorum()
             self.optimizer.zero_grad()
             script.fire(self.gpu, step, PHASE)
             loss = self.model(input_ids=ids, labels=ids).loss
-            time.sleep(self.options.pace * self.options.batch)
             loss.backward()
             self._average()
+            time.sleep(max(0.0, began + self.options.pace * self.options.batch - time.monotonic()))
             if manager.should_commit():
                 self.optimizer.step()
                 groups = manager.num_participants()

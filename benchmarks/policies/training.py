@@ -1,7 +1,8 @@
-"""A small float64 llama under our strategy, paced: a replica takes a fixed time for a sample, longer in proportion to the GPUs it lacks.
+"""A small float64 llama under our strategy, paced: a step takes at least a fixed time per sample, longer in proportion to the GPUs that a
+replica lacks.
 
-The sleep stands for the work of GPUs that do not share cores, as the processes of this benchmark do. It assumes that a replica of two
-of three GPUs takes 3/2 of the time, which large models come close to.
+Whoever is ready earlier sleeps before the vote. That stands for the work of GPUs that do not share cores, as the processes of this
+benchmark do. It assumes that a replica of two of three GPUs takes 3/2 of the time, which large models come close to.
 """
 
 from __future__ import annotations
@@ -21,12 +22,33 @@ from benchmarks.policies.model import LEARNING_RATE, LENGTH, SEED, SIZES, traini
 from benchmarks.recovery_job import EventLog, Job
 from lightning_ntp import NTPStrategy, ReshardOnGPULoss
 from lightning_ntp.strategy.config import RecoveryConfig
+from lightning_ntp.strategy.events import CommitEvent, Observer, RecoveryEvent
 from lightning_ntp.strategy.joining import is_late
 
 
 def model_options() -> argparse.Namespace:
     """What `recovery_job.Job` reads."""
     return argparse.Namespace(**SIZES, length=LENGTH, seed=SEED, lr=LEARNING_RATE, dropout=0.0, pace=0.0)
+
+
+class Pace(Observer):
+    """The least time of a step, from the end of the one before or of a recovery."""
+
+    def __init__(self) -> None:
+        self._restart()
+
+    def wait(self) -> None:
+        """Until the samples of this step are due."""
+        time.sleep(max(0.0, self.began_seconds + self.due_seconds - time.monotonic()))
+
+    def on_commit(self, event: CommitEvent) -> None:
+        self._restart()
+
+    def on_recovery(self, event: RecoveryEvent) -> None:
+        self._restart()
+
+    def _restart(self) -> None:
+        self.began_seconds, self.due_seconds = time.monotonic(), 0.0
 
 
 class PacedJob(Job):
@@ -44,15 +66,20 @@ class PacedJob(Job):
         note_kills(self.script, self.log_file.write)
         self.log_file.write("start", pid=os.getpid(), step=self.global_step)
         self.trainer.strategy.observers.add(self.log_file)
+        self.pace = Pace()
+        self.trainer.strategy.observers.add(self.pace)
 
     def training_step(self, samples: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         if self.run.policy != "undisturbed":
             self.script.fire(self.gpu, self.global_step, PHASE)
         loss = super().training_step(samples, batch_idx)
-        topology = self.trainer.strategy.topology
-        mine = topology.replica_of(int(os.environ["NTP_WORKER_ID"]))
-        time.sleep(self.run.pace * len(samples["index"]) * self.run.drill.degree / len(mine.workers))
+        mine = self.trainer.strategy.topology.replica_of(int(os.environ["NTP_WORKER_ID"]))
+        self.pace.due_seconds += self.run.pace * len(samples["index"]) * self.run.drill.degree / len(mine.workers)
         return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """After backward and sync, before the vote."""
+        self.pace.wait()
 
 
 def await_mates(options: argparse.Namespace) -> None:

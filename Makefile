@@ -17,7 +17,7 @@ CHAOS_MINUTES ?= 30
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help env check test test-full demo bench bench-load bench-recovery bench-goodput chaos gpu-acceptance
+.PHONY: help env check test test-full demo bench bench-load bench-recovery bench-goodput goodput chaos gpu-acceptance
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 16
@@ -58,6 +58,9 @@ chaos: $(STAMP) ## half an hour of random faults over random topologies, each he
 
 bench-goodput: $(STAMP) ## time inside the goodput ledger and its callback, over 10,000 steps
 	$(BIN)/python -m benchmarks.bench_goodput
+
+goodput: $(STAMP) ## the same failures under four policies: goodput, tokens, lost steps, end loss, and what the simulator says
+	$(BIN)/python -m benchmarks.bench_policies
 
 bench-load: $(STAMP) ## host memory of each worker while it reads its part of a 1 GB model
 	$(BIN)/python -m benchmarks.bench_load

@@ -1,4 +1,4 @@
-"""A running `recovery_job`, as its driver sees it: start, follow the log, kill a worker, wait, clean up."""
+"""A running training script (`recovery_job` unless told otherwise), as its driver sees it: start, follow the log, kill a worker, wait, clean up."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ class LiveJob:
 
     Args:
         out: folder of the job; its logs are read from there.
-        arguments: for `recovery_job`.
+        arguments: for the module.
         environ: on top of this process's environment.
+        module: the training script.
     """
 
-    def __init__(self, out: Path, arguments: list[str], environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, out: Path, arguments: list[str], environ: Mapping[str, str] | None = None, module: str = "benchmarks.recovery_job"
+    ) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out = out
         self.printed = out / f"printed-{time.monotonic_ns()}.txt"
         quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
         with self.printed.open("wb") as sink:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.recovery_job", "--out", str(out), *arguments],
+                [sys.executable, "-m", module, "--out", str(out), *arguments],
                 env={**quiet, **os.environ, **(environ or {})},
                 stdout=sink,
                 stderr=subprocess.STDOUT,

@@ -17,34 +17,16 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.utils.data import DataLoader
 
 from benchmarks.leaks import usage
+from benchmarks.small_llama import Progressions, small_llama
 from lightning_ntp import NTPStrategy
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.events import CommitEvent, LossEvent, RecoveryEvent
 
 SIZES = {"vocab": 4608, "hidden": 384, "inter": 1152, "layers": 4, "heads": 12, "kv_heads": 12}
 """11 million parameters: the model of the peers' programs."""
-
-
-class Progressions(Dataset[dict[str, torch.Tensor]]):
-    """Noisy arithmetic progressions, learnable."""
-
-    def __init__(self, size: int, length: int, vocab: int) -> None:
-        self.size, self.length, self.vocab = size, length, vocab
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        draw = torch.Generator().manual_seed(index)
-        start, stride = (torch.randint(0, high, (1,), generator=draw) for high in (self.vocab, 8))
-        tokens = (start + stride * torch.arange(self.length)) % self.vocab
-        noise = torch.rand(self.length, generator=draw) < 0.05
-        tokens = torch.where(noise, torch.randint(0, self.vocab, (self.length,), generator=draw), tokens)
-        return {"input_ids": tokens, "index": torch.tensor(index)}
 
 
 class EventLog:
@@ -84,20 +66,7 @@ class Job(L.LightningModule):
         super().__init__()
         self.options = options
         sizes = {name: getattr(options, name) for name in SIZES}
-        torch.manual_seed(options.seed)
-        config = LlamaConfig(
-            vocab_size=sizes["vocab"],
-            hidden_size=sizes["hidden"],
-            intermediate_size=sizes["inter"],
-            num_hidden_layers=sizes["layers"],
-            num_attention_heads=sizes["heads"],
-            num_key_value_heads=sizes["kv_heads"],
-            max_position_embeddings=max(128, options.length),
-            tie_word_embeddings=False,
-            use_cache=False,
-            attention_dropout=options.dropout,
-        )
-        self.model = LlamaForCausalLM(config)
+        self.model = small_llama(sizes, options.length, options.seed, options.dropout)
         self.log_file: EventLog | None = None
 
     def training_step(self, samples: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:

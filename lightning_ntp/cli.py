@@ -171,7 +171,7 @@ def simulate(
 
 @app.command()
 def calibrate(
-    records: Annotated[Path, typer.Argument(help="what `make goodput` wrote")],
+    records: Annotated[Path, typer.Argument(help="what `make goodput` wrote: a file, or a folder of them")],
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """The simulator beside runs that took place: fed with their failures and costs, what goodput would it have said?"""

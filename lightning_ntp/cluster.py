@@ -71,10 +71,12 @@ class Policy:
         shrink: hurt domains go on at a lower degree (NTP); otherwise they cannot be used at all.
         boost: hurt domains get as much power as they need and the rack allows (NTP-PW).
         packed: hurt domains are gathered in as few replicas as possible; otherwise domain i stays in replica i // k.
-        recovery_seconds: nothing is computed for so long after a failure; `rejoin_seconds`: after a repair.
+        recovery_seconds: nothing is computed for so long after a failure that hits a domain in use; `rejoin_seconds`: after a
+            repair that brings one into use. A job with checkpoints that stops for a repair has written one before.
         checkpoint_seconds: cost of a checkpoint; work since the last one is lost at a failure. 0: state survives in the
             live replicas and `step_seconds` of work, at most one step, is lost instead.
-        interval_seconds: work between checkpoints; 0: Young/Daly for the trace's own mean time between failures.
+        interval_seconds: work between checkpoints; 0: Young/Daly for the trace's own mean time between failures. Work is
+            counted in seconds of the healthy job, as steps are: a hurt one takes longer for the same.
     """
 
     name: str

@@ -40,17 +40,30 @@ def merge(histories: Sequence[History]) -> History:
     if not histories:
         raise ConfigError("merge needs at least one ledger")
     lead = min(histories, key=lambda history: (-history.generation, history.worker))
-    own = {int(gpu): history for history in histories for gpu in history.header.get("own", ())}
-    segments = {
-        gpu: _overlaid(base, own[gpu].segments.get(gpu, ())) if gpu in own and own[gpu] is not lead else list(base)
-        for gpu, base in lead.segments.items()
-    }
+    own: dict[int, list[History]] = {}
+    for history in sorted(histories, key=lambda history: history.worker):
+        for gpu in history.header.get("own", ()):
+            own.setdefault(int(gpu), []).append(history)
+    segments = {gpu: _seen_by(own.get(gpu, ()), gpu, lead) for gpu in lead.segments}
     return replace(
         lead,
         segments=segments,
         events=_joined_events(histories, lead),
         num_damaged=sum(history.num_damaged for history in histories),
     )
+
+
+def _seen_by(owners: Sequence[History], gpu: int, lead: History) -> list[Segment]:
+    """A GPU's time by the leader, and by the workers that sat on it one after the other.
+
+    Of a replacement only what it wrote since it came: of the time before it knows sums alone.
+    """
+    found = list(lead.segments[gpu])
+    for number, history in enumerate(owners):
+        since = int(history.header.get("t", 0)) if number else 0
+        if history is not lead:
+            found = _overlaid(found, [each for each in history.segments.get(gpu, ()) if each.start_ns >= since])
+    return found
 
 
 def _overlaid(base: Sequence[Segment], own: Iterable[Segment]) -> list[Segment]:

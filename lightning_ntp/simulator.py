@@ -102,6 +102,19 @@ class Trace:
         """GPUs down in each interval."""
         return np.asarray(self.failed.sum(axis=1))
 
+    def interrupts(self, shrink: bool) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which intervals begin with a failure, and which with a repair, that the job feels.
+
+        Who shrinks hurt domains feels all. Else a hurt domain idles: further failures in it, and repairs that leave it hurt,
+        interrupt nobody.
+        """
+        before = np.vstack([np.zeros_like(self.failed[:1]), self.failed[:-1]])
+        changed = self.failed != before
+        felt = changed.any(axis=1)
+        if not shrink:
+            felt = (changed & ((before == 0) | (self.failed == 0))).any(axis=1)
+        return felt & self.is_failure, felt & ~self.is_failure
+
     def time_share(self, condition: npt.NDArray[np.bool_]) -> float:
         """Share of the time in intervals where `condition` holds."""
         return float(self.durations[condition].sum() / self.end)
@@ -245,30 +258,39 @@ class Outcome:
 
 def goodput(trace: Trace, capacities: Floats, policy: Policy) -> Outcome:
     """Play the policy's costs over a trace whose states have the given capacities."""
-    num_failures = int(trace.is_failure.sum())
+    failures, repairs = trace.interrupts(policy.shrink)
     interval = policy.interval_seconds
     if policy.checkpoint_seconds and not interval:
-        interval = young_daly_seconds(policy.checkpoint_seconds, trace.end / max(num_failures, 1))
-    writing = policy.checkpoint_seconds / (interval + policy.checkpoint_seconds) if policy.checkpoint_seconds else 0.0
-    kept = lost = recovery = reduced = since = up_until = 0.0
+        interval = young_daly_seconds(policy.checkpoint_seconds, trace.end / max(int(failures.sum()), 1))
+    kept = lost = recovery = reduced = written = unsaved = up_until = 0.0
     ends = np.append(trace.times[1:], trace.end)
-    before = 1.0
-    for start, end, now, failure in zip(trace.times, ends, capacities.tolist(), trace.is_failure, strict=True):
-        if start > 0:
-            if failure:
-                at_risk = since if policy.checkpoint_seconds else min(policy.step_seconds, since)
-                lost += at_risk * before * (1 - writing)
-                since = 0.0
-            pause = policy.recovery_seconds if failure else policy.rejoin_seconds
-            up_until = max(up_until, start + pause)
+    for start, end, now, failure, repair in zip(trace.times, ends, capacities.tolist(), failures, repairs, strict=True):
+        if failure:
+            lost += unsaved if policy.checkpoint_seconds else min(policy.step_seconds, unsaved)
+            unsaved = 0.0
+        elif repair and policy.checkpoint_seconds and policy.rejoin_seconds:
+            unsaved = 0.0  # who stops to take a GPU in saves before
+        if failure or repair:
+            up_until = max(up_until, start + (policy.recovery_seconds if failure else policy.rejoin_seconds))
         up = max(0.0, end - max(start, up_until))
         recovery += end - start - up
-        kept += up * now * (1 - writing)
-        reduced += up * (1 - now)
-        since = (since + up) % (interval + policy.checkpoint_seconds) if policy.checkpoint_seconds else since + up
-        before = now
-    written = trace.end - recovery - reduced - kept
+        work, writing, unsaved = _worked(up, now, unsaved, interval, policy.checkpoint_seconds)
+        kept, written, reduced = kept + work, written + writing * now, reduced + up * (1 - now)
     return Outcome(*(part / trace.end for part in (kept - lost, reduced, recovery, lost, written)))
+
+
+def _worked(up: float, now: float, unsaved: float, interval: float, save: float) -> tuple[float, float, float]:
+    """Work done in `up` seconds at capacity `now`, seconds spent on checkpoints, and the work that none of them holds at the end.
+
+    A checkpoint of `save` seconds is due after every `interval` of work, which takes a hurt job longer; 0: never.
+    """
+    first = (interval - unsaved) / now if interval and now else math.inf
+    if up <= first:
+        return up * now, 0.0, unsaved + up * now
+    whole, part = divmod(up - first, save + interval / now)
+    after = max(0.0, part - save) * now
+    work = interval - unsaved + whole * interval + after
+    return work, whole * save + min(part, save), after if part >= save else interval
 
 
 def simulate(

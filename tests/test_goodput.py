@@ -288,6 +288,29 @@ def test_merging_believes_each_worker_about_itself_and_the_leader_about_the_dead
     assert read_run(tmp_path).gpu_ns().keys() == set(BUCKETS)
 
 
+def test_a_replacement_is_not_believed_about_the_time_before_it_came(tmp_path: Path) -> None:
+    """It knows sums only of that time: spread over all of it they would be idle time where its predecessor worked."""
+    clock = Clock()
+    lead = Ledger(range(3), clock, LedgerFile(tmp_path / "ledger-0.jsonl", {"worker": 0, "own": [0]}).write)
+    dead = Ledger(range(3), clock, LedgerFile(tmp_path / "ledger-2.jsonl", {"worker": 2, "own": [2]}).write)
+    for ledger in (lead, dead):
+        ledger.enter("productive")
+    clock.now += 100
+    for ledger in (lead, dead):
+        ledger.state_dict()
+    lead.lose([2])
+    clock.now += 300
+    lead.restore([2])
+    header = {"worker": 6, "own": [2], "t": clock.now}
+    newcomer = Ledger([6], clock, LedgerFile(tmp_path / "ledger-6.jsonl", header).write)
+    newcomer.join(lead.state_dict())
+    newcomer.enter("data_wait")
+    clock.now += 50
+    for ledger in (lead, newcomer):
+        ledger.state_dict()
+    assert _sums(read_run(tmp_path).segments[2]) == {PRODUCTIVE: 100, IDLE: 300, "data_wait": 50}
+
+
 def _sums(segments: list[Segment]) -> dict[str, int]:
     total: dict[str, int] = {}
     for segment in segments:

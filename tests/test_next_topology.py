@@ -1,5 +1,6 @@
 """Which topology follows a loss or a return: nobody is forgotten, and what comes back finds its place."""
 
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

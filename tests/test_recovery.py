@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lightning_ntp.dtensor.checkpoint_files import Manifest
+from lightning_ntp.goodput_merge import read_run
+from lightning_ntp.goodput_totals import IDLE
 from lightning_ntp.strategy.rendezvous import EXIT_SAVED
 from lightning_ntp.testing import Fault, FaultScript
 from tests import lightning_jobs as jobs
@@ -86,10 +88,24 @@ def test_state_that_nobody_else_holds_is_lost_and_named(tmp_path: Path) -> None:
 
 
 def test_a_replacement_is_taken_in_at_a_step_boundary(tmp_path: Path) -> None:
-    run = Run(tmp_path, FaultScript(kill(4, "sync", 1)), max_respawns=1, max_epochs=8)
+    faults = FaultScript(kill(4, "sync", 1))
+    run = Run(tmp_path, faults, max_respawns=1, max_epochs=8, log=True, default_root_dir=str(tmp_path))
     run.check({0, 1, 2, 3, 5, 6})
     back = next(line for line in run.lines("recovered") if line["joined"] == [6])
     assert "1x3, 1x3" in back["topology"] and not back["gone"]
+    _check_ledger(tmp_path / "ntp_logs")
+
+
+def _check_ledger(folder: Path) -> None:
+    """GPU 4 idles from its loss to its return, all others and before and after never, and all buckets sum."""
+    history = read_run(next(folder.iterdir()))
+    (loss,) = [event for event in history.events if event["event"] == "loss"]
+    (rejoin,) = [event for event in history.events if event["event"] == "rejoin"]
+    assert loss["gpus"] == rejoin["gpus"] == [4]
+    assert sum(history.gpu_ns().values()) == 6 * (history.at_ns - history.start_ns)
+    idle = {gpu: sum(each.spent.get(IDLE, 0) for each in segments) for gpu, segments in history.segments.items()}
+    assert {gpu for gpu, ns in idle.items() if ns} == {4}
+    assert idle[4] == pytest.approx(rejoin["t"] - loss["t"], rel=0.05)
 
 
 def test_a_worker_without_a_role_waits_and_replaces_the_next_loss_in_its_replica(tmp_path: Path) -> None:

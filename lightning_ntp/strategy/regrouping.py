@@ -15,8 +15,8 @@ import torch
 from lightning_ntp.errors import PlanMismatchError
 from lightning_ntp.next_topology import next_topology
 from lightning_ntp.plan_cost import PlanCost
+from lightning_ntp.planner_start import STATE_BYTES_PER_PARAMETER
 from lightning_ntp.strategy.base import fabric_of
-from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER
 from lightning_ntp.strategy.control import ControlPlane, gather_everyone
 from lightning_ntp.strategy.damage import flip_bit
 from lightning_ntp.strategy.generation import Generation

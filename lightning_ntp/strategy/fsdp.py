@@ -31,6 +31,7 @@ from lightning_ntp.strategy._torch_private import (
 )
 from lightning_ntp.strategy.backward_watch import BackwardWatch
 from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.row_trail import RowTrail
 from lightning_ntp.sync_plan import plan_sync
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class ShardedModel:
     buckets: tuple[BucketSync, ...] = ()
     window: WindowState = field(default_factory=WindowState)
     units: tuple[FSDPModule, ...] = ()
-    watch: BackwardWatch = field(default_factory=lambda: BackwardWatch((), (), WindowState()))
+    watch: BackwardWatch = field(default_factory=lambda: BackwardWatch((), (), WindowState(), RowTrail()))
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     roots: Sequence[str] = ("",)
     held: HeldState | None = None
@@ -100,6 +101,7 @@ class ShardedModel:
     def begin_window(self) -> None:
         """Call once before the first micro-batch of an optimizer step."""
         self.watch.begin_micro_batch()
+        self.watch.trail.clear()
         self.window.begin()
         for bucket in self.buckets:
             bucket.forget()
@@ -119,6 +121,7 @@ class ShardedModel:
         """
         self.window.is_last_micro_batch = is_last
         self.watch.begin_micro_batch(counts)
+        self.watch.trail.begin_micro_batch()
 
     def finish_backward(self) -> None:
         """Call after the window's last backward: buffers held for other streams are given back."""
@@ -147,6 +150,7 @@ class ShardedModel:
             marks: `window_marks` of all workers, combined by maximum.
         """
         self.watch.settle_order([bool(mark) for mark in marks[len(self.plan.params) :]])
+        self.watch.trail.clear()
         return {spec.fqn: bool(mark) for spec, mark in zip(self.plan.params, marks, strict=False)}
 
     @torch.no_grad()
@@ -223,7 +227,7 @@ def uncut(sharded: ShardedModel) -> None:
         old = named[spec.fqn]
         _replace(places[old], torch.empty(spec.shape, dtype=old.dtype, device="meta"), old.requires_grad)
     sharded.units, sharded.buckets = (), ()
-    sharded.watch = BackwardWatch((), (), sharded.window)
+    sharded.watch = BackwardWatch((), (), sharded.window, RowTrail())
     sharded.window.begin()
     forget_meshes()
     forget_compiled(module)
@@ -377,16 +381,20 @@ def _install_hooks(
     buckets: list[BucketSync] = []
     watched: list[tuple[WatchedUnit, list[str]]] = []
     others: list[WatchedUnit] = []
+    unit_names = {part: name for name, part in module.named_modules()}
+    names: tuple[list[str], list[str]] = [], []
     # One stream for all buckets: exchanges on several communicators must start in the same order on every worker.
     stream = torch.cuda.Stream() if groups.device_type == "cuda" else None
     for unit in units:
         specs = [plan.by_fqn[name_of[p]] for p in bucket_parameters(unit) if p.requires_grad]
         if not specs:
             others.append(WatchedUnit(unit))
+            names[1].append(unit_names[unit])
             continue
         sync_plan = plan_sync(specs, groups.topology, groups.worker)
         bucket = BucketSync(len(buckets), sync_plan, groups.replica, groups.slots, window)
         unit.set_all_reduce_hook(bucket, stream=stream)
         buckets.append(bucket)
         watched.append((WatchedUnit(unit), [spec.fqn for spec in specs]))
-    return tuple(buckets), BackwardWatch(watched, others, window)
+        names[0].append(unit_names[unit])
+    return tuple(buckets), BackwardWatch(watched, others, window, RowTrail.of(names[0] + names[1], groups))

@@ -25,6 +25,7 @@ from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.outlook import device_spec
 from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.rendezvous import EXIT_PARKED
+from lightning_ntp.strategy.row_trail import check_told
 from lightning_ntp.strategy.screen import layout
 from lightning_ntp.strategy.slowness import Slowness
 from lightning_ntp.strategy.state import rebuild
@@ -48,7 +49,9 @@ class Regrouping(Slowness):
         if self._runner is None:
             return told | {"step": None}
         step = None if self._awaits_state else self._held_step
-        return told | {"step": step, "job": {"topology": self.topology.to_data(), "healthy": self._healthy.to_data()}}
+        ran = list(self.sharded.watch.trail.entries)
+        job = {"topology": self.topology.to_data(), "healthy": self._healthy.to_data()}
+        return told | {"step": step, "job": job, "ran": ran}
 
     def damage(self, fault: Fault) -> None:
         """Flip a bit of a parameter that this worker holds. Local."""
@@ -78,6 +81,8 @@ class Regrouping(Slowness):
         if self._topology is None:
             return Regroup(generation, (), ())
         old, members = self._topology, set(generation.members)
+        if self._runner is not None:
+            check_told(old, generation, self.sharded.watch.trail.names)
         known = {*old.workers, *old.spares}
         lost, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
         strangers = self._strangers(generation)

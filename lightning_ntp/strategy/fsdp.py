@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_ntp.dtensor.collectives import broadcast_in_place
 from lightning_ntp.dtensor.cut import restore_module
@@ -323,14 +324,14 @@ def _cut_parameters(
 ) -> None:
     places, named = _owners(module), dict(module.named_parameters())
     for spec in plan.params:
-        whole = named[spec.fqn]
+        whole = named.pop(spec.fqn)  # nothing may keep one once it is cut: all cells come on top of it
+        owners = places.pop(whole)
         if spec.dim is None or spec.layouts is None:
             continue
         cell = spec.role_cell(at.degree, at.role)
         local = take(whole, spec, cell).view(local_shape(spec, cell))
-        placement = UnevenShard(spec.dim, spec.layouts[at.degree])
-        cut = wrap_local(local, groups.mesh["tp"], placement, torch.Size(spec.shape))
-        _replace(places[whole], cut, whole.requires_grad)
+        cut = wrap_local(local, groups.mesh["tp"], UnevenShard(spec.dim, spec.layouts[at.degree]), torch.Size(spec.shape))
+        _replace(owners, cut, whole.requires_grad)
 
 
 def _apply_fsdp(
@@ -341,9 +342,10 @@ def _apply_fsdp(
     mp_policy: MixedPrecisionPolicy,
     roots: Sequence[str],
 ) -> tuple[FSDPModule, ...]:
-    spec_of = {parameter: plan.by_fqn[name] for name, parameter in module.named_parameters()}
-    inside = {p for root in roots for p in module.get_submodule(root).parameters()}
-    outside = [spec.fqn for parameter, spec in spec_of.items() if parameter not in inside]
+    # Weak: FSDP makes shards of one parameter after the other, and what they were made of is to be freed meanwhile.
+    spec_of = WeakTensorKeyDictionary({parameter: plan.by_fqn[name] for name, parameter in module.named_parameters()})
+    inside = {id(p) for root in roots for p in module.get_submodule(root).parameters()}
+    outside = [name for name, p in module.named_parameters() if id(p) not in inside]
     if outside:
         raise ConfigError(
             f"parameter {outside[0]} lies outside {list(roots)}, so nothing would sync its gradient; put it into a submodule "
@@ -365,7 +367,7 @@ def _apply_fsdp(
 
 
 def _placement_function(
-    spec_of: dict[nn.Parameter, ParamSpec], fsdp_size: int
+    spec_of: Mapping[nn.Parameter, ParamSpec], fsdp_size: int
 ) -> Callable[[nn.Parameter], Shard | None]:
     def place(parameter: nn.Parameter) -> Shard | None:
         spec = spec_of.get(parameter)

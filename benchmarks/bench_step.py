@@ -3,7 +3,7 @@
     python benchmarks/bench_step.py [--steps 12] [--json results.json]
 
 Times are paired: in each round every contender runs one step on the same four processes, and ratios are taken within the round.
-Memory is the peak resident size of fresh processes that run one contender only.
+Memory is the peak resident size of fresh processes that run one contender only, in turn; differences are taken within the round.
 """
 
 from __future__ import annotations
@@ -204,8 +204,11 @@ def main() -> None:
             for name in names:
                 peaks[name].append(launch(3, [name])[1])
         report["peak_mib"] = {name: statistics.median(values) for name, values in peaks.items()}
-    for section in ("milliseconds", "ratio"):
-        for name, value in report[section].items():
+        report["more_mib"] = {
+            f"{a} - {b}": spread([x - y for x, y in zip(peaks[a], peaks[b], strict=True)]) for a, b in PAIRS
+        }
+    for section in ("milliseconds", "ratio", "more_mib"):
+        for name, value in report.get(section, {}).items():
             print(f"{section:13s} {name:58s} {value['median']:9.3f}  [{value['q1']:.3f} .. {value['q3']:.3f}]")
     for name, value in report.get("peak_mib", {}).items():
         print(f"{'peak MiB':13s} {name:58s} {value:9.1f}")

@@ -28,14 +28,9 @@ from torchmetrics import MeanMetric
 
 import lightning_ntp
 from lightning_ntp.errors import ConfigError, NTPError, UnsupportedModelError
+from lightning_ntp.planner_start import Machine, ModelSize, Wanted, plan_start
 from lightning_ntp.strategy import checks
-from lightning_ntp.strategy.config import (
-    Machine,
-    ModelSize,
-    RecoveryConfig,
-    StrategyConfig,
-    choose_shapes,
-)
+from lightning_ntp.strategy.config import RecoveryConfig, StrategyConfig
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.launcher import WorkerLauncher
 from tests import lightning_jobs as jobs
@@ -45,46 +40,7 @@ BILLION = 10**9
 
 
 def _sizes(num_parameters: int) -> ModelSize:
-    return ModelSize.of(num_parameters, 4 * num_parameters, "32-true")
-
-
-@pytest.mark.parametrize(
-    ("machine", "num_parameters", "shapes"),
-    [
-        (Machine(1, 1), BILLION, [(1, 1)]),
-        (Machine(1, 5), BILLION, [(3, 1), (2, 1)]),
-        (Machine(1, 8, 80 * GIB), BILLION // 10, [(2, 1)] * 4),
-        (Machine(1, 7, 80 * GIB), BILLION // 10, [(3, 1), (2, 1), (2, 1)]),
-        (Machine(1, 2, 80 * GIB), BILLION // 10, [(1, 1), (1, 1)]),
-        (Machine(1, 8, 80 * GIB), 8 * BILLION, [(2, 2), (2, 2)]),
-        (Machine(1, 7, 80 * GIB), 8 * BILLION, [(1, 4), (1, 3)]),
-        (Machine(2, 8, 80 * GIB), 8 * BILLION, [(2, 2)] * 4),
-        (Machine(1, 8, 80 * GIB), 25 * BILLION, [(1, 8)]),
-        (Machine(4, 8, 80 * GIB), 70 * BILLION, [(4, 8)]),
-    ],
-)
-def test_auto_is_the_smallest_replica_with_room_for_a_loss(machine, num_parameters, shapes):
-    choice = choose_shapes(StrategyConfig(), machine, _sizes(num_parameters))
-    assert list(choice.shapes) == shapes
-    assert choice.reason
-
-
-@pytest.mark.parametrize(
-    ("options", "num_devices", "shapes"),
-    [
-        ({"tensor_parallel_size": 4}, 8, [(1, 4), (1, 4)]),
-        ({"tensor_parallel_size": 4}, 7, [(1, 4), (1, 3)]),
-        ({"num_replicas": 2}, 7, [(4, 1), (3, 1)]),
-        ({"num_replicas": 2, "tensor_parallel_size": 2}, 8, [(2, 2), (2, 2)]),
-        ({"num_replicas": 1, "tensor_parallel_size": 2, "fsdp_size": 3}, 6, [(3, 2)]),
-        ({"fsdp_size": 2}, 8, [(2, 1)] * 4),
-        ({"replica_sizes": [3, 2]}, 5, [(1, 3), (1, 2)]),
-        ({"replica_sizes": [(2, 2), (1, 3)]}, 7, [(2, 2), (1, 3)]),
-    ],
-)
-def test_given_sizes(options, num_devices, shapes):
-    choice = choose_shapes(StrategyConfig(**options), Machine(1, num_devices, 80 * GIB), _sizes(BILLION // 10))
-    assert list(choice.shapes) == shapes
+    return ModelSize.of(num_parameters, "32-true", weight_bytes=4 * num_parameters)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +54,12 @@ def test_given_sizes(options, num_devices, shapes):
 )
 def test_sizes_that_do_not_add_up(options, match):
     with pytest.raises(ConfigError, match=match):
-        choose_shapes(StrategyConfig(**options), Machine(1, 8, 80 * GIB), _sizes(BILLION))
+        plan_start(StrategyConfig(**options).wanted, Machine(1, 8, 80 * GIB), _sizes(BILLION))
 
 
 def test_a_model_that_fits_nowhere():
     with pytest.raises(ConfigError, match=r"takes 1490\.1 GiB .* use more devices"):
-        choose_shapes(StrategyConfig(), Machine(1, 8, 80 * GIB), _sizes(100 * BILLION))
+        plan_start(Wanted(), Machine(1, 8, 80 * GIB), _sizes(100 * BILLION))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +93,7 @@ def test_recovery_options():
         RecoveryConfig(min_workers=0)
     few = StrategyConfig(replica_sizes=[2, 2], recovery=RecoveryConfig(min_workers=5))
     with pytest.raises(ConfigError, match=r"RecoveryConfig\(min_workers=5\): the job has 4 devices; lower it or use more"):
-        choose_shapes(few, Machine(1, 4), ModelSize(0, 0, 0))
+        plan_start(few.wanted, Machine(1, 4), ModelSize(0, 0))
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true", "transformer-engine"])

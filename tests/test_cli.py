@@ -53,6 +53,9 @@ class TestPlan:
         assert sum(plan["after"]["shares"]) == 64 and plan["after"]["moved_bytes"] > 0
         rates = [row["tokens_per_second"] for row in (plan["before"], plan["after"], *plan["further_losses"])]
         assert rates == sorted(rates, reverse=True) and len(rates) == 5
+        held = [row["memory_bytes"] for row in (plan["before"], plan["after"], *plan["further_losses"])]
+        assert held == sorted(held) and held[0] < held[-1], "each further loss costs memory"
+        assert {entry["degree"] for entry in plan["layouts"]} == {8, 7}, "before and after"
         assert plan["loss_order"][0] == 3
         heads = [entry["heads"] for entry in plan["layouts"] if entry["degree"] == 7]
         assert len(heads) == 7 and "[12:13)" in "".join(heads)
@@ -61,7 +64,10 @@ class TestPlan:
         picture = tmp_path / "new" / "plan.png"
         result = ntp("plan", str(config), "--lost", "3", "--gpu", "h200", "--no-refactor", "--png", str(picture))
         assert result.exit_code == 0, result.output
-        for words in ("after the loss", "1 of 1x7", "drop role: 1x7", "query heads"):
+        for words in (
+            "after the loss", "1 of 1x7", "drop role: 1x7", "query heads", "1 more lost", "3 more lost", "tokens/s", "GB a GPU", "GB moved",
+            "samples each",
+        ):  # fmt: skip
             assert words in result.output
         assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -160,6 +166,8 @@ class TestConfig:
 
     def test_hub_id(self, hub: None) -> None:
         assert load_hf_config("owner/model") == QWEN
+        result = ntp("plan", "owner/model", "--lost", "3", "--gpu", "h200", "--json")
+        assert result.exit_code == 0 and json.loads(result.output)["model"]["num_heads"] == 32
 
     def test_gated_or_missing(self, hub: None) -> None:
         with pytest.raises(ConfigError, match=r"no config at .*owner/gated.*401.*Give a local config.json"):

@@ -1,4 +1,4 @@
-"""Scale-up domains: NVML's fabric where it knows one, nodes otherwise, and what "auto" makes of unequal ones."""
+"""Scale-up domains: NVML's fabric where it knows one, nodes otherwise."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import pynvml
 import pytest
 import torch
 
-from lightning_ntp.strategy.config import Machine, ModelSize, StrategyConfig, choose_shapes
 from lightning_ntp.strategy.domains import Domains, Place, fabric_id, find_domains, own_place
 from lightning_ntp.strategy.environment import WorkerEnvironment
-
-GIB, BILLION = 2**30, 10**9
 
 
 class FakeNvml:
@@ -96,35 +93,6 @@ def test_a_place_on_gpu_and_cpu():
 def test_domains_are_runs_of_ranks(places, wanted):
     found = find_domains([Place(*(text.split(":") if ":" in text else (text,))) for text in places.split()])
     assert found == wanted
-
-
-@pytest.mark.parametrize(
-    ("domain_sizes", "billions", "shapes"),
-    [
-        ((8, 7), 0.1, [(2, 1)] * 7 + [(1, 1)]),
-        ((8, 7), 8, [(1, 4), (1, 4), (1, 4), (1, 3)]),
-        ((8, 3), 8, [(1, 4), (1, 4), (1, 3)]),
-        ((8, 7), 25, [(1, 8), (1, 7)]),
-        ((8, 6), 25, [(7, 2)]),
-        ((72,), 70, [(1, 24), (1, 24), (1, 24)]),
-        ((8, 8, 8, 8), 70, [(4, 8)]),
-    ],
-)
-def test_auto_fills_every_domain(domain_sizes, billions, shapes):
-    machine = Machine(len(domain_sizes), max(domain_sizes), 80 * GIB, domain_sizes, "NVLink fabric")
-    parameters = int(billions * BILLION)
-    choice = choose_shapes(StrategyConfig(), machine, ModelSize.of(parameters, 4 * parameters, "32-true"))
-    assert list(choice.shapes) == shapes
-    assert sum(fsdp * tp for fsdp, tp in choice.shapes) == sum(domain_sizes)
-
-
-def test_alternatives_name_their_shapes_and_hold_the_model():
-    machine, billion = Machine(1, 8, 80 * GIB), ModelSize.of(8 * BILLION, 32 * BILLION, "32-true")
-    choice = choose_shapes(StrategyConfig(), machine, billion)
-    assert choice.alternatives == (
-        "num_replicas=1: 1 of 4x2",
-        "tensor_parallel_size=8: 1 of 1x8",
-    )
 
 
 def test_nodes_may_run_unequally_many_processes():

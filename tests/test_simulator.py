@@ -127,6 +127,26 @@ class TestPaper:
         assert share.mean == pytest.approx(0.81, abs=0.02)
         assert share.low < 0.81 < share.high
 
+    @pytest.mark.parametrize(("rate", "repair_days"), [(2.0, (3.0, 5.0)), (3.0, (2.5,))])
+    def test_figure_4_a_doubled_peak_and_tp64_at_four_fifths_come_together(self, rate: float, repair_days: tuple[float, ...]) -> None:
+        """What the paper says of a tripled rate; with its repair times a tripled rate cannot, see docs/paper.md."""
+        usual = self._peak(llama3_failures())
+        peak = self._peak(llama3_failures(repair_days, rate))
+        assert peak / usual == pytest.approx(2.0, abs=0.2)
+        assert availability(peak / 32_768, 64) == pytest.approx(0.80, abs=0.01)
+        tripled = self._peak(llama3_failures(rate_factor=3.0))
+        assert tripled / usual == pytest.approx(2.8, abs=0.15)
+
+    @staticmethod
+    def _peak(kinds: tuple[FailureKind, ...]) -> float:
+        return monte_carlo(lambda seed: float(simulate_trace(PAPER.cluster, kinds, PAPER.days, seed).num_failed.max()), 20).mean
+
+    def test_figure_6_dp_drop_is_the_share_of_hurt_domains_rounded_up_to_replicas(self) -> None:
+        lost = next(row["mean"] for row in loss_report(PAPER, (0.004,), 300) if row["policy"] == "dp-drop")
+        hurt = 1 - availability(0.004, 32)
+        assert hurt == pytest.approx(0.12, abs=0.001)
+        assert hurt < lost < hurt + 1 / 128
+
     def test_figure_6_loss_at_four_thousandths(self) -> None:
         lost = {row["policy"]: row["mean"] for row in loss_report(PAPER, (0.004,), 300)}
         assert lost["dp-drop"] == pytest.approx(0.12, abs=0.006)

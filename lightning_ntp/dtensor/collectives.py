@@ -55,6 +55,14 @@ def exchange_uneven(
     return received
 
 
+def gather_numbers(number: int, group: ProcessGroup) -> list[int]:
+    """The numbers of all peers, in the order of the group. On CPU, so for gloo. Collective over `group`."""
+    everyone, began = torch.empty(group.size(), dtype=torch.int64), begin_wait()
+    dist.all_gather_into_tensor(everyone, torch.tensor([number]), group=group)
+    end_wait(group, began)
+    return everyone.tolist()
+
+
 def broadcast_in_place(tensor: torch.Tensor, source: int, group: ProcessGroup) -> None:
     """Overwrite a tensor with that of global rank `source`. Collective over `group`; free for a group of one."""
     if group.size() > 1:

@@ -153,13 +153,8 @@ class WatchedUnit:
     ) -> None:
         """From now on: a forward begins; a backward pass will be reported; it is over and `reduce` is up to us; all is over."""
         group = self._group
-        pre_forward, register = group.pre_forward, group._register_post_backward_hook
+        register = group._register_post_backward_hook
         self._post_backward = group.post_backward
-
-        @torch.compiler.disable
-        def report_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            ran()
-            return pre_forward(module, args, kwargs)
 
         def report_registration(args: Any, kwargs: Any) -> Any:
             new_args, new_kwargs = register(args, kwargs)
@@ -171,9 +166,20 @@ class WatchedUnit:
         def report_backward(*_: Any) -> None:
             passed()
 
-        group.pre_forward, group._register_post_backward_hook = report_forward, report_registration
-        group.post_backward = report_backward
+        group._register_post_backward_hook, group.post_backward = report_registration, report_backward
+        self.watch_forward(ran)
         self.watch_end(end)
+
+    def watch_forward(self, ran: Callable[[], None]) -> None:
+        """From now on ``ran()`` is called before each forward of the unit gathers its parameters."""
+        pre_forward = self._group.pre_forward
+
+        @torch.compiler.disable
+        def report_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            ran()
+            return pre_forward(module, args, kwargs)
+
+        self._group.pre_forward = report_forward
 
     def watch_end(self, end: Callable[[WatchedUnit, Callable[[], None]], None]) -> None:
         """From now on ``end(self, finish)`` runs where backward through this unit's root ends, if it began at this unit."""

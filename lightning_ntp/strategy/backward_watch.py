@@ -4,8 +4,7 @@
 at the very end or never where a step has not run it at all. Replicas see different samples, so they may differ in that, and
 an exchange too many, too few or out of turn would meet another bucket's on the other side. So earlier passes are set aside
 as earlier micro-batches are; units that have not run are reduced in their turn (zeros, and what earlier micro-batches left); and a
-unit that is left out of turn waits, with its whole gradients, for those before it. Rows of one replica must agree: FSDP gathers their
-units together.
+unit that is left out of turn waits, with its whole gradients, for those before it. Rows of one replica must agree, see row_trail.py.
 
 The order: the units' own, last one first, except that those whose inputs carry no gradient come at the end, as autograd does not
 say when it leaves them. Workers agree about the latter at the vote; the first window goes without.
@@ -17,8 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from lightning_ntp.dtensor.grad_sync import WindowState
 from lightning_ntp.strategy._torch_private import WatchedUnit
+from lightning_ntp.strategy.row_trail import RowTrail
 
 
 @dataclass
@@ -45,12 +47,17 @@ class BackwardWatch:
         units: by bucket number, each with the names of its trainable parameters in bucket order.
         others: units without trainable parameters; backward through their root may begin at them.
         window: shared with the buckets.
+        trail: gets the numbers of units that run, those of `others` after all with a bucket.
     """
 
     def __init__(
-        self, units: Sequence[tuple[WatchedUnit, Sequence[str]]], others: Sequence[WatchedUnit], window: WindowState
+        self,
+        units: Sequence[tuple[WatchedUnit, Sequence[str]]],
+        others: Sequence[WatchedUnit],
+        window: WindowState,
+        trail: RowTrail,
     ) -> None:
-        self.window = window
+        self.window, self.trail = window, trail
         self._counts = True
         self._units = [unit for unit, _ in units]
         self._names = [tuple(names) for _, names in units]
@@ -59,7 +66,8 @@ class BackwardWatch:
         self.begin_micro_batch()
         for index, unit in enumerate(self._units):
             unit.watch(partial(self._ran, index), partial(self._will_pass, index), partial(self._pass, index), self._end)
-        for unit in others:
+        for index, unit in enumerate(others, start=len(units)):
+            unit.watch_forward(partial(self._enter, index))
             unit.watch_end(self._end)
 
     def begin_micro_batch(self, counts: bool = True) -> None:
@@ -101,7 +109,11 @@ class BackwardWatch:
         self._order = [i for i in order if reported[i]] + [i for i in order if not reported[i]]
 
     def _ran(self, index: int) -> None:
+        self._enter(index)
         self._passes[index].ran = True
+
+    def _enter(self, index: int) -> None:
+        self.trail.enter(index, keep=torch.is_grad_enabled())
 
     def _will_pass(self, index: int) -> None:
         self._passes[index].pending += 1

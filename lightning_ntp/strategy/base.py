@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.planner_start import Size
 from lightning_ntp.strategy import checks, rendezvous
 from lightning_ntp.strategy._lightning_private import is_last_of_epoch, training_results
 from lightning_ntp.strategy.clipping import clip_by_norm_, clip_by_value_, global_norm
-from lightning_ntp.strategy.config import RecoveryConfig, Size, StrategyConfig
+from lightning_ntp.strategy.config import RecoveryConfig, StrategyConfig
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.environment import WorkerEnvironment
 from lightning_ntp.strategy.events import Observers

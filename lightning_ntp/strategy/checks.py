@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lightning_ntp.errors import ConfigError, UnsupportedModelError
+from lightning_ntp.planner_start import STATE_BYTES_PER_PARAMETER
 from lightning_ntp.strategy._lightning_private import syncs_batch_norm
-from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER
 from lightning_ntp.strategy.elementwise import why_not_elementwise
 
 PER_TENSOR_OPTIMIZERS = frozenset(
@@ -137,3 +137,10 @@ def forward_roots(module: torch.nn.Module, prefix: str = "") -> list[str]:
         is_container = isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
         roots += forward_roots(child, f"{prefix}{name}.") if is_container else [f"{prefix}{name}"]
     return roots
+
+
+def fewest_query_heads(module: torch.nn.Module) -> int | None:
+    """Of the Hugging Face models inside: no degree may be higher. None where there is no such model. Local."""
+    configs = (getattr(part, "config", None) for part in module.modules())
+    counts = {getattr(config, "num_attention_heads", None) for config in configs}
+    return min((count for count in counts if isinstance(count, int)), default=None)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_ntp.dtensor.collectives import broadcast_in_place
 from lightning_ntp.dtensor.cut import restore_module
@@ -31,6 +32,7 @@ from lightning_ntp.strategy._torch_private import (
 )
 from lightning_ntp.strategy.backward_watch import BackwardWatch
 from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.row_trail import RowTrail
 from lightning_ntp.sync_plan import plan_sync
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ class ShardedModel:
     buckets: tuple[BucketSync, ...] = ()
     window: WindowState = field(default_factory=WindowState)
     units: tuple[FSDPModule, ...] = ()
-    watch: BackwardWatch = field(default_factory=lambda: BackwardWatch((), (), WindowState()))
+    watch: BackwardWatch = field(default_factory=lambda: BackwardWatch((), (), WindowState(), RowTrail()))
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     roots: Sequence[str] = ("",)
     held: HeldState | None = None
@@ -100,6 +102,7 @@ class ShardedModel:
     def begin_window(self) -> None:
         """Call once before the first micro-batch of an optimizer step."""
         self.watch.begin_micro_batch()
+        self.watch.trail.clear()
         self.window.begin()
         for bucket in self.buckets:
             bucket.forget()
@@ -119,6 +122,7 @@ class ShardedModel:
         """
         self.window.is_last_micro_batch = is_last
         self.watch.begin_micro_batch(counts)
+        self.watch.trail.begin_micro_batch()
 
     def finish_backward(self) -> None:
         """Call after the window's last backward: buffers held for other streams are given back."""
@@ -147,6 +151,7 @@ class ShardedModel:
             marks: `window_marks` of all workers, combined by maximum.
         """
         self.watch.settle_order([bool(mark) for mark in marks[len(self.plan.params) :]])
+        self.watch.trail.clear()
         return {spec.fqn: bool(mark) for spec, mark in zip(self.plan.params, marks, strict=False)}
 
     @torch.no_grad()
@@ -223,7 +228,7 @@ def uncut(sharded: ShardedModel) -> None:
         old = named[spec.fqn]
         _replace(places[old], torch.empty(spec.shape, dtype=old.dtype, device="meta"), old.requires_grad)
     sharded.units, sharded.buckets = (), ()
-    sharded.watch = BackwardWatch((), (), sharded.window)
+    sharded.watch = BackwardWatch((), (), sharded.window, RowTrail())
     sharded.window.begin()
     forget_meshes()
     forget_compiled(module)
@@ -319,14 +324,14 @@ def _cut_parameters(
 ) -> None:
     places, named = _owners(module), dict(module.named_parameters())
     for spec in plan.params:
-        whole = named[spec.fqn]
+        whole = named.pop(spec.fqn)  # nothing may keep one once it is cut: all cells come on top of it
+        owners = places.pop(whole)
         if spec.dim is None or spec.layouts is None:
             continue
         cell = spec.role_cell(at.degree, at.role)
         local = take(whole, spec, cell).view(local_shape(spec, cell))
-        placement = UnevenShard(spec.dim, spec.layouts[at.degree])
-        cut = wrap_local(local, groups.mesh["tp"], placement, torch.Size(spec.shape))
-        _replace(places[whole], cut, whole.requires_grad)
+        cut = wrap_local(local, groups.mesh["tp"], UnevenShard(spec.dim, spec.layouts[at.degree]), torch.Size(spec.shape))
+        _replace(owners, cut, whole.requires_grad)
 
 
 def _apply_fsdp(
@@ -337,9 +342,10 @@ def _apply_fsdp(
     mp_policy: MixedPrecisionPolicy,
     roots: Sequence[str],
 ) -> tuple[FSDPModule, ...]:
-    spec_of = {parameter: plan.by_fqn[name] for name, parameter in module.named_parameters()}
-    inside = {p for root in roots for p in module.get_submodule(root).parameters()}
-    outside = [spec.fqn for parameter, spec in spec_of.items() if parameter not in inside]
+    # Weak: FSDP makes shards of one parameter after the other, and what they were made of is to be freed meanwhile.
+    spec_of = WeakTensorKeyDictionary({parameter: plan.by_fqn[name] for name, parameter in module.named_parameters()})
+    inside = {id(p) for root in roots for p in module.get_submodule(root).parameters()}
+    outside = [name for name, p in module.named_parameters() if id(p) not in inside]
     if outside:
         raise ConfigError(
             f"parameter {outside[0]} lies outside {list(roots)}, so nothing would sync its gradient; put it into a submodule "
@@ -361,7 +367,7 @@ def _apply_fsdp(
 
 
 def _placement_function(
-    spec_of: dict[nn.Parameter, ParamSpec], fsdp_size: int
+    spec_of: Mapping[nn.Parameter, ParamSpec], fsdp_size: int
 ) -> Callable[[nn.Parameter], Shard | None]:
     def place(parameter: nn.Parameter) -> Shard | None:
         spec = spec_of.get(parameter)
@@ -377,16 +383,20 @@ def _install_hooks(
     buckets: list[BucketSync] = []
     watched: list[tuple[WatchedUnit, list[str]]] = []
     others: list[WatchedUnit] = []
+    unit_names = {part: name for name, part in module.named_modules()}
+    names: tuple[list[str], list[str]] = [], []
     # One stream for all buckets: exchanges on several communicators must start in the same order on every worker.
     stream = torch.cuda.Stream() if groups.device_type == "cuda" else None
     for unit in units:
         specs = [plan.by_fqn[name_of[p]] for p in bucket_parameters(unit) if p.requires_grad]
         if not specs:
             others.append(WatchedUnit(unit))
+            names[1].append(unit_names[unit])
             continue
         sync_plan = plan_sync(specs, groups.topology, groups.worker)
         bucket = BucketSync(len(buckets), sync_plan, groups.replica, groups.slots, window)
         unit.set_all_reduce_hook(bucket, stream=stream)
         buckets.append(bucket)
         watched.append((WatchedUnit(unit), [spec.fqn for spec in specs]))
-    return tuple(buckets), BackwardWatch(watched, others, window)
+        names[0].append(unit_names[unit])
+    return tuple(buckets), BackwardWatch(watched, others, window, RowTrail.of(names[0] + names[1], groups))

@@ -16,8 +16,8 @@ import torch
 from lightning_ntp.errors import PlanMismatchError
 from lightning_ntp.next_topology import next_topology
 from lightning_ntp.plan_cost import PlanCost
+from lightning_ntp.planner_start import STATE_BYTES_PER_PARAMETER
 from lightning_ntp.strategy.base import fabric_of
-from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER
 from lightning_ntp.strategy.control import ControlPlane, gather_everyone
 from lightning_ntp.strategy.damage import flip_bit
 from lightning_ntp.strategy.generation import Generation
@@ -27,6 +27,7 @@ from lightning_ntp.strategy.membership import Member
 from lightning_ntp.strategy.outlook import device_spec
 from lightning_ntp.strategy.recovery import Regroup
 from lightning_ntp.strategy.rendezvous import EXIT_PARKED
+from lightning_ntp.strategy.row_trail import check_told
 from lightning_ntp.strategy.screen import layout
 from lightning_ntp.strategy.slowness import Slowness
 from lightning_ntp.strategy.state import rebuild
@@ -52,7 +53,9 @@ class Regrouping(Slowness):
         if self._runner is None:
             return told | {"step": None}
         step = None if self._awaits_state else self._held_step
-        return told | {"step": step, "job": {"topology": self.topology.to_data(), "healthy": self._healthy.to_data()}}
+        ran = list(self.sharded.watch.trail.entries)
+        job = {"topology": self.topology.to_data(), "healthy": self._healthy.to_data()}
+        return told | {"step": step, "job": job, "ran": ran}
 
     def damage(self, fault: Fault) -> None:
         """Flip a bit of a parameter that this worker holds. Local."""
@@ -82,6 +85,8 @@ class Regrouping(Slowness):
         if self._topology is None:
             return Regroup(generation, (), ())
         old, members = self._topology, set(generation.members)
+        if self._runner is not None:
+            check_told(old, generation, self.sharded.watch.trail.names)
         known = {*old.workers, *old.spares}
         lost, joined = tuple(sorted(known - members)), tuple(sorted(members - known))
         strangers = self._strangers(generation)

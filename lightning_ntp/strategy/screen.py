@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_ntp.strategy.config import STATE_BYTES_PER_PARAMETER, ShapeChoice
+from lightning_ntp.planner_start import STATE_BYTES_PER_PARAMETER, StartPlan
 from lightning_ntp.strategy.control import gather_everyone
 from lightning_ntp.strategy.fsdp import ShardedModel
 from lightning_ntp.strategy.outlook import Outlook, device_spec, look_ahead
@@ -23,7 +23,7 @@ from lightning_ntp.topology import Topology
 WIDTH = 110
 
 
-def first_screen(sharded: ShardedModel, choice: ShapeChoice, strategy: Any, module: torch.nn.Module) -> None:
+def first_screen(sharded: ShardedModel, choice: StartPlan, strategy: Any, module: torch.nn.Module) -> None:
     """Say it through Lightning's logger on the leader. Collective over all processes."""
     hosts = Counter(gather_everyone(socket.gethostname()))
     if not strategy.is_global_zero:

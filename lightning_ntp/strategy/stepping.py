@@ -32,6 +32,7 @@ from lightning_ntp.strategy.generation import Decision, Outcome
 from lightning_ntp.strategy.inspection import Inspection
 from lightning_ntp.strategy.replay import nothing, remember_step
 from lightning_ntp.strategy.resume import DataPosition
+from lightning_ntp.strategy.row_trail import BACKWARD
 from lightning_ntp.strategy.weights import weigh
 from lightning_ntp.strategy.window import LoopBatch
 
@@ -90,6 +91,7 @@ class Stepping(Inspection):
         """Backward of one micro-batch, scaled by its count; Lightning's division by accumulate_grad_batches is undone."""
         accumulate = self.lightning_module.trainer.accumulate_grad_batches
         self.recovery.fire("backward")
+        self.sharded.watch.trail.enter(BACKWARD)
         return super().backward(closure_loss * (self.runner.loss_scale * accumulate), optimizer, *args, **kwargs)
 
     def optimizer_step(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_ntp.model_spec import ModelPlan
 from lightning_ntp.next_topology import WorkerCount, next_topology
+from lightning_ntp.planner_start import Machine, ModelSize, StartPlan, plan_start
 from lightning_ntp.strategy import checks, joining
 from lightning_ntp.strategy._lightning_private import (
     guard_prepare_data,
@@ -29,12 +30,6 @@ from lightning_ntp.strategy.averaging import Averaging
 from lightning_ntp.strategy.base import CUT_MODULES
 from lightning_ntp.strategy.callback import ensure_callback
 from lightning_ntp.strategy.compiling import Compiling
-from lightning_ntp.strategy.config import (
-    Machine,
-    ModelSize,
-    ShapeChoice,
-    choose_shapes,
-)
 from lightning_ntp.strategy.control import ControlPlane, agree_with_leader, gather_everyone
 from lightning_ntp.strategy.data import MicroBatches, as_micro_batches
 from lightning_ntp.strategy.domains import find_domains, own_place
@@ -77,7 +72,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         environment.validate_settings(num_devices=num_devices, num_nodes=self.num_nodes)
         started = environment.world_size() if environment.creates_processes_externally else num_devices * self.num_nodes
         machine = Machine(self.num_nodes, num_devices, domain_sizes=(started,))
-        choose_shapes(self.config, machine, ModelSize(0, 0, 0))  # sizes that do not add up, before anybody starts
+        plan_start(self.config.wanted, machine, ModelSize(0, 0))  # sizes that do not add up, before anybody starts
         if not environment.creates_processes_externally:
             self._launcher = WorkerLauncher.for_job(num_devices, self.num_nodes, self.config.recovery)
 
@@ -134,7 +129,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             self.precision_plugin.convert_module(module)
             self.model_to_device()
             choice = self.recovery.all_or_nobody("control", partial(self._agree_on_choice, module))
-            healthy = Topology.from_shapes(choice.shapes)
+            healthy = choice.topology
             self.use(self._shard(module, healthy), healthy)
             self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
         else:
@@ -201,15 +196,17 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             return self.config.plan
         return plan_model(module, topology.num_roles, topology.loss_order, self.config.plan)
 
-    def _agree_on_choice(self, module: Any) -> ShapeChoice:
+    def _agree_on_choice(self, module: Any) -> StartPlan:
         return agree_with_leader(self._choose(module), self.root_device)
 
-    def _choose(self, module: Any) -> ShapeChoice:
+    def _choose(self, module: Any) -> StartPlan:
         parameters = list(module.parameters())
         size = ModelSize.of(
-            sum(p.numel() for p in parameters),
-            sum(p.numel() * p.element_size() for p in parameters),
+            sum(p.numel() for p in parameters if p.requires_grad),
             self.precision_plugin.precision,
+            weight_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            frozen_bytes=sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad),
+            max_degree=checks.fewest_query_heads(module) if self.config.plan == "auto" else None,
         )
         memory = None
         if self.root_device.type == "cuda":
@@ -220,7 +217,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         if len(places) == started:  # else somebody was lost already: the shapes are those of the healthy job all the same
             domains = find_domains(places)
             machine = replace(machine, domain_sizes=domains.sizes, domain=domains.kind)
-        return choose_shapes(self.config, machine, size)
+        return plan_start(self.config.wanted, machine, size)
 
     def _own_seed(self) -> int:
         if self.config.seed is not None:

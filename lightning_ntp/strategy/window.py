@@ -24,6 +24,7 @@ from lightning_ntp.strategy._lightning_private import inside_hook, training_resu
 from lightning_ntp.strategy.control import ControlPlane
 from lightning_ntp.strategy.fsdp import ShardedModel
 from lightning_ntp.strategy.pace import PaceMeter
+from lightning_ntp.strategy.row_trail import check_rows, row_ballot, rows_agree
 from lightning_ntp.strategy.sampler import reseed
 from lightning_ntp.strategy.step_log import StepLog, leaves_no_trace
 from lightning_ntp.strategy.weights import num_samples
@@ -149,22 +150,25 @@ class StepRunner:
         """After an exchange: whether any worker used each parameter; the order of buckets of the next one is agreed on.
 
         Raises:
-            PlanMismatchError: replicas reduced their buckets in different orders. Nothing has been updated yet.
+            PlanMismatchError: replicas reduced their buckets in different orders, or the rows of one replica ran different parts of
+                the model. Nothing has been updated yet.
 
         Collective over all workers with a role.
         """
-        buckets, groups = self.sharded.window, self.control.groups
-        paces = self.pace.outgoing(groups)
-        mine = [buckets.order_digest, -buckets.order_digest, *paces, *self.sharded.window_marks()]
+        buckets, trail, groups = self.sharded.window, self.sharded.watch.trail, self.control.groups
+        paces, ballot = self.pace.outgoing(groups), row_ballot(trail.digest, groups)
+        mine = [buckets.order_digest, -buckets.order_digest, *ballot, *paces, *self.sharded.window_marks()]
         highest, lowest, *told = self.control.extreme(torch.tensor(mine), largest=True).tolist()
-        marks = told[len(paces) :]
+        ballot, told = told[: len(ballot)], told[len(ballot) :]
+        if not rows_agree(ballot):
+            check_rows(groups.topology, self.control.gather_objects(tuple(trail.entries)), trail.names)
         if highest != -lowest:
             raise PlanMismatchError(
                 f"this worker reduced the gradient buckets in the order {buckets.order}, another one in another order, so their "
                 "sums are wrong and nothing was updated. Make the model's branches run in one order on all data rows."
             )
         self.pace.incoming(told[: len(paces)], groups)
-        return self.sharded.settle_window(marks)
+        return self.sharded.settle_window(told[len(paces) :])
 
     def end(self) -> WindowState:
         """Close the window; the gradients are summed over all workers."""

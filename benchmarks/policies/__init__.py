@@ -1,8 +1,10 @@
 """The same failures under several policies: what `bench_policies` runs.
 
-drill.py      which GPU is lost and returns at which step, and who works then
-job.py        a worker of ours: waits for its GPU if it has to, then training.py
-training.py   the Trainer: small llama, paced like GPUs that do not share a core
-torchft_job   the same model under torchft, and the launcher of its groups
-record.py     steps and failures become a `RunRecord` for the simulator
+drill.py           which GPU is lost and returns at which step, and who may work then
+model.py           what all of them train, and how the result is judged
+job.py             a job of ours: forks the workers and supervises them; a replacement waits for its GPU
+training.py        a worker: the Trainer, with a least time for a step, hit by the drill
+torchft_groups.py  a torchft job: lighthouse and scheduler
+torchft_job.py     its replica groups and ranks
+record.py          steps and failures become a `RunRecord` for the simulator
 """

@@ -383,20 +383,16 @@ def _install_hooks(
     buckets: list[BucketSync] = []
     watched: list[tuple[WatchedUnit, list[str]]] = []
     others: list[WatchedUnit] = []
-    unit_names = {part: name for name, part in module.named_modules()}
-    names: tuple[list[str], list[str]] = [], []
     # One stream for all buckets: exchanges on several communicators must start in the same order on every worker.
     stream = torch.cuda.Stream() if groups.device_type == "cuda" else None
     for unit in units:
         specs = [plan.by_fqn[name_of[p]] for p in bucket_parameters(unit) if p.requires_grad]
         if not specs:
             others.append(WatchedUnit(unit))
-            names[1].append(unit_names[unit])
             continue
         sync_plan = plan_sync(specs, groups.topology, groups.worker)
         bucket = BucketSync(len(buckets), sync_plan, groups.replica, groups.slots, window)
         unit.set_all_reduce_hook(bucket, stream=stream)
         buckets.append(bucket)
         watched.append((WatchedUnit(unit), [spec.fqn for spec in specs]))
-        names[0].append(unit_names[unit])
-    return tuple(buckets), BackwardWatch(watched, others, window, RowTrail.of(names[0] + names[1], groups))
+    return tuple(buckets), BackwardWatch(watched, others, window, RowTrail.of(module, units, groups))

@@ -16,8 +16,12 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
 from lightning_ntp.dtensor.collectives import gather_numbers
 from lightning_ntp.errors import PlanMismatchError
+from lightning_ntp.strategy._torch_private import bucket_parameters
 from lightning_ntp.strategy.generation import Generation
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.topology import Topology
@@ -49,9 +53,11 @@ class RowTrail:
         self.entries: list[int] = []
 
     @classmethod
-    def of(cls, names: Sequence[str], groups: Groups) -> RowTrail:
-        """This worker's; rows are compared on CPU only. Local."""
-        topology = groups.topology
+    def of(cls, module: nn.Module, units: Sequence[FSDPModule], groups: Groups) -> RowTrail:
+        """This worker's, over the units of `module`: those with a bucket first. Rows are compared on CPU only. Local."""
+        topology, name_of = groups.topology, {part: name for name, part in module.named_modules()}
+        ordered = sorted(units, key=lambda unit: not any(p.requires_grad for p in bucket_parameters(unit)))
+        names = [name_of[unit] for unit in ordered]
         first_row = topology.data_rows.index((topology.position(groups.worker).replica, 0))
         compares = groups.device_type == "cpu" and groups.fsdp.size() > 1
         return cls(names, first_row, partial(gather_numbers, group=groups.fsdp) if compares else None)

@@ -38,12 +38,19 @@ PRELOAD = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "lightning.pytorch",
+    "lightning_ntp",
+    "tests.engine",
+    "tests.lightning_jobs",
     "tests.pool",
 )
 """Modules that the fork server imports once for all workers."""
 
 GRACE_SECONDS = 5.0
 """How long the peers of a worker that raised may take to fail as well, before the pool is killed."""
+
+MOST_THREADS = 64
+"""A finished fit leaves references behind that keep its groups, and each group of gloo two threads that wake every 10 ms: with
+hundreds of them half of the machine is busy with nothing. A worker that has more than this is started anew."""
 
 START_SECONDS = 120.0
 _PR_SET_PDEATHSIG = 1
@@ -70,6 +77,14 @@ class Worker:
     process: BaseProcess
     pipe: Connection
     stack_file: Path
+
+    @property
+    def num_threads(self) -> int:
+        """0 if it is gone."""
+        try:
+            return len(os.listdir(f"/proc/{self.process.pid}/task"))
+        except OSError:
+            return 0
 
     def stack(self) -> str:
         """What the worker is doing now; asks it through SIGUSR1."""
@@ -115,7 +130,7 @@ class WorkerPool:
         for rank, worker in enumerate(workers):
             worker.pipe.send_bytes(pickle.dumps(Case(self._num_cases, fn, rank, world, args, timeout)))
         results = self._collect(workers, getattr(fn, "__qualname__", repr(fn)), timeout, deaths)
-        if deaths:
+        if deaths or max(worker.num_threads for worker in workers) > MOST_THREADS:
             self._kill()
         return results
 

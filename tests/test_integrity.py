@@ -104,16 +104,14 @@ def test_a_bit_that_flips_in_a_fit_is_named_and_put_right_before_the_next_step(t
 
 def test_with_two_replicas_a_flipped_bit_ends_the_fit_and_names_both(tmp_path: Path) -> None:
     strategy, faults = {"replica_sizes": [2, 1]}, FaultScript(flip(2, 2))
-    options = {"recovery": {"integrity_every_n_steps": 2}, "log": True, "default_root_dir": str(tmp_path)}
-    run = Run(tmp_path, faults, workers=3, strategy=strategy, code=1, **options)
+    run = Run(tmp_path, faults, workers=3, strategy=strategy, recovery={"integrity_every_n_steps": 2}, log=True, code=1)
     assert max(line["step"] for line in run.lines("step")) == 3  # found by the check after step 4
     assert {(*line["damaged"], line["at"], line["since"], line["repaired"]) for line in run.lines("damaged")} == {(4, 2, 0)}
     said = run.job.printed.decode()
     assert "SilentCorruptionError: after step 4 copies of the same state differ (looked at before: after step 2):" in said
     assert "worker 0 (r0/tp0) | worker 2 (r1/tp0) differ, and there is no majority to tell who is right" in said
     assert "a checkpoint of step 2 or before is free of it" in said
-    [folder] = (tmp_path / "ntp_logs").iterdir()
-    damage = next(event for event in read_run(folder).events if event["event"] == "damage")
+    damage = next(event for event in read_run(tmp_path / "ntp").events if event["event"] == "damage")
     assert (damage["step"], damage["num_places"], damage["num_repaired"]) == (4, 1, 0) and PARAMETER in damage["why"]
 
 

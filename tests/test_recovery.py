@@ -89,16 +89,16 @@ def test_state_that_nobody_else_holds_is_lost_and_named(tmp_path: Path) -> None:
 
 def test_a_replacement_is_taken_in_at_a_step_boundary(tmp_path: Path) -> None:
     faults = FaultScript(kill(4, "sync", 1))
-    run = Run(tmp_path, faults, max_respawns=1, max_epochs=8, log=True, default_root_dir=str(tmp_path))
+    run = Run(tmp_path, faults, max_respawns=1, max_epochs=8, log=True)
     run.check({0, 1, 2, 3, 5, 6})
     back = next(line for line in run.lines("recovered") if line["joined"] == [6])
     assert "1x3, 1x3" in back["topology"] and not back["gone"]
-    _check_ledger(tmp_path / "ntp_logs")
+    _check_ledger(tmp_path / "ntp")
 
 
 def _check_ledger(folder: Path) -> None:
     """GPU 4 idles from its loss to its return, all others and before and after never, and all buckets sum."""
-    history = read_run(next(folder.iterdir()))
+    history = read_run(folder)
     (loss,) = [event for event in history.events if event["event"] == "loss"]
     (rejoin,) = [event for event in history.events if event["event"] == "rejoin"]
     assert loss["gpus"] == rejoin["gpus"] == [4]

@@ -106,6 +106,7 @@ def test_on_cuda_all_hooks_run_on_one_stream_beside_the_backward(device_type):
     with (
         mock.patch.object(fsdp, "bucket_parameters", return_value=[module.weight]),
         mock.patch.object(fsdp, "WatchedUnit"),
+        mock.patch.object(fsdp, "RowTrail"),
         mock.patch.object(module, "named_parameters", return_value=named),
         mock.patch.object(torch.cuda, "Stream", side_effect=["its own", "another"]),
     ):

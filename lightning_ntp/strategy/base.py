@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import weakref
+from abc import ABC
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from lightning_ntp.strategy.stepping import OpenWindow
 else:
-    _Base = object  # `strategy_class` puts a ParallelStrategy of one of the two Lightnings behind it
+    _Base = ABC  # `strategy_class` puts a ParallelStrategy of one of the two Lightnings behind it
 
 CUT_MODULES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ShardedModel, Topology]] = weakref.WeakKeyDictionary()
 """Modules that are cut already, with the topology of the healthy job: a second `fit`, `validate` or another Trainer goes on with them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from abc import abstractmethod
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
@@ -41,9 +42,9 @@ class Loading(StrategyBase):
         return loader
 
     @property
+    @abstractmethod
     def row_weights(self) -> tuple[int, ...]:
         """By which a window's samples are dealt to the data rows. Equal on all workers."""
-        raise NotImplementedError
 
     def _own_loader(self, source: Any, training: bool) -> Any:
         trainer = self.lightning_module.trainer

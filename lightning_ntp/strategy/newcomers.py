@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import signal
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +80,17 @@ class Newcomers(Regrouping, Saving):
         self._awaits_state = True
         self.setup_optimizers(module.trainer)
 
+    @abstractmethod
     def make_plan(self, module: Any, topology: Topology) -> ModelPlan:
         """How the module is cut. Local."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mixed_precision(self) -> MixedPrecisionPolicy | None:
         """FSDP2's. Local."""
-        raise NotImplementedError
 
+    @abstractmethod
     def use(self, sharded: ShardedModel, healthy: Topology) -> None:
         """Go on with a cut model. Local."""
-        raise NotImplementedError
 
     def brief_newcomers(self) -> None:
         """The leader tells newcomers what a checkpoint would hold beside parameters and optimizer state. All members."""

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -175,13 +176,13 @@ class Regrouping(Slowness):
         self._is_out_of_memory |= is_one
         return is_first and is_one
 
+    @abstractmethod
     def park(self, groups: Groups) -> None:
         """Make of a newcomer's module what `rebuild` fills. Local."""
-        raise NotImplementedError
 
+    @abstractmethod
     def brief_newcomers(self) -> None:
         """Tell newcomers where the fit stands. All members."""
-        raise NotImplementedError
 
     def leave(self, exit_code: int = 0) -> None:
         """End this process, which is no loss. Does not return. Local."""

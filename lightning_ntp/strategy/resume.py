@@ -8,6 +8,7 @@ A loop batch is one global batch. Only whole optimizer steps count: what an open
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -109,7 +110,7 @@ def _set_counts(progress: dict[str, Any], wanted: Mapping[str, int]) -> None:
         current[name], total[name] = value, base + value
 
 
-class Resumable:
+class Resumable(ABC):
     """What loaders of every kind share: they can begin in the middle, and say where a checkpoint stands in them.
 
     Attributes:
@@ -129,14 +130,14 @@ class Resumable:
     _running = Start()
     _running_epoch = -1
 
+    @abstractmethod
     def set_epoch(self, epoch: int) -> None:
         """Which pass over the data the next `iter` starts."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def epoch_of_next_pass(self) -> int:
         """What `set_epoch` was told."""
-        raise NotImplementedError
 
     def start_at(self, batch: int | Start) -> None:
         """Let the next `iter` begin at this loop batch of the epoch, in the order of an undisturbed run."""

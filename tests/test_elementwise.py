@@ -87,5 +87,6 @@ def test_others_are_refused_with_what_was_seen(optimizer, why):
     check_optimizers([optimizer], nn.Linear(1, 1))
 
 
-def test_what_cannot_be_tried_is_believed():
+def test_what_cannot_be_tried_is_believed_and_said(caplog):
     assert why_not_elementwise(Unknown(parameters(), "model")) is None
+    assert "Unknown could not be tried on a small matrix (TypeError: " in caplog.text

@@ -70,7 +70,9 @@ def test_losses_in_control_calls_validation_and_checkpoints(tmp_path: Path) -> N
 
 def test_accumulation_windows_are_replayed_whole(tmp_path: Path) -> None:
     faults = FaultScript(kill(4, "forward", 1), kill(1, "sync", 2))
-    Run(tmp_path, faults, accumulate_grad_batches=2, max_epochs=2).check({0, 2, 3, 5})
+    run = Run(tmp_path, faults, accumulate_grad_batches=2, max_epochs=2)
+    run.check({0, 2, 3, 5})
+    assert {line["at"] for line in run.lines("recovered")} == {1, 2}
 
 
 def test_a_step_that_kills_one_worker_after_the_other_stops_the_job(tmp_path: Path) -> None:

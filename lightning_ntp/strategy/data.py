@@ -8,7 +8,7 @@ Lightning's loop sees one batch and the same number of batches on every worker; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from lightning_ntp.strategy.sampler import (
     global_order,
     seeded_randomness,
 )
-from lightning_ntp.strategy.streams import MicroBatches, MicroBatchStream, SizedStream, StreamLoader, as_is, has_length
+from lightning_ntp.strategy.streams import MicroBatches, MicroBatchStream, SizedStream, StreamLoader, as_is, length_of
 from lightning_ntp.strategy.weights import num_samples
 from lightning_ntp.topology import Topology
 
@@ -80,7 +80,7 @@ class ReadyBatches(Resumable):
         self.batches, self.row, self.seed = batches, row, seed
         self.shares = RowShares(1, shares.num_healthy_rows, shares.weights, shares.replicas)
         self.per_batch = shares.num_healthy_rows
-        self.num_units = len(batches) if has_length(batches) else None  # type: ignore[arg-type]
+        self.num_units = length_of(batches)
         if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
             self.num_readers = max(1, batches.num_workers)
         self.epoch = 0
@@ -123,7 +123,7 @@ class _SizedReadyBatches(ReadyBatches):
     """Ready-made batches whose number is known."""
 
     def __len__(self) -> int:
-        return (len(self.batches) + self.shares.num_healthy_rows - 1) // self.shares.num_healthy_rows  # type: ignore[arg-type]
+        return (len(cast(Sized, self.batches)) + self.shares.num_healthy_rows - 1) // self.shares.num_healthy_rows
 
 
 class MicroBatchLoader(Resumable, DataLoader[MicroBatches]):
@@ -218,7 +218,7 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLo
 
 def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLoader | ReadyBatches:
     if not isinstance(loader, DataLoader) or (loader.batch_size is None and loader.batch_sampler is None):
-        kind = _SizedReadyBatches if has_length(loader) else ReadyBatches
+        kind = ReadyBatches if length_of(loader) is None else _SizedReadyBatches
         return kind(loader, plan.shares(1), plan.row, plan.seed)
     if isinstance(loader.dataset, IterableDataset):
         return _rebuild_stream(loader, plan)
@@ -248,7 +248,7 @@ def _rebuild(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLoader |
 def _rebuild_stream(loader: DataLoader[Any], plan: LoaderPlan) -> StreamLoader:
     if loader.batch_size is None:
         raise ConfigError("an iterable dataset with a batch_sampler cannot be shared; give the DataLoader a batch_size")
-    kind = SizedStream if has_length(loader.dataset) else MicroBatchStream
+    kind = MicroBatchStream if length_of(loader.dataset) is None else SizedStream
     stream = kind(
         cast(Iterable[Any], loader.dataset),
         loader.collate_fn,

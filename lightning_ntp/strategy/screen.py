@@ -77,9 +77,9 @@ def render(rows: list[tuple[str, str]]) -> str:
     table = Table(show_header=False, title="lightning_ntp", title_justify="left")
     for row in rows:
         table.add_row(*row)
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-    console.print(table)
-    return "\n" + console.file.getvalue()  # type: ignore[attr-defined]
+    text = io.StringIO()
+    Console(file=text, width=WIDTH, color_system=None).print(table)
+    return "\n" + text.getvalue()
 
 
 def layout(topology: Topology) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -124,7 +124,7 @@ def _combined(metric: Any, values: list[tuple[torch.Tensor, float]]) -> torch.Te
     if not counted:
         return values[0][0]
     if metric.meta.is_mean_reduction:
-        return sum(v * w for v, w in counted) / sum(w for _, w in counted)  # type: ignore[return-value]
+        return cast(torch.Tensor, sum(v * w for v, w in counted)) / sum(w for _, w in counted)
     return _fold(metric, [value for value, _ in counted])
 
 

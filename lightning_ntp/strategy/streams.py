@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_ntp.strategy.resume import Resumable, Start
@@ -98,7 +99,7 @@ class MicroBatchStream(IterableDataset[Reading]):
         if self.resumed is not None and self.resumed[0] == epoch:
             own = self.resumed[1][reader]
             first = own["num_read"]
-            self.dataset.load_state_dict(own["state"])  # type: ignore[attr-defined]
+            cast(Stateful, self.dataset).load_state_dict(own["state"])
             # Those that are a batch ahead pass once, so that the turns go on where they were.
             if first == max(each["num_read"] for each in self.resumed[1]):
                 yield Reading(None, reader, first, own["state"])
@@ -115,7 +116,7 @@ class MicroBatchStream(IterableDataset[Reading]):
                 continue
             # At its end a dataset may say that it is at its start again.
             ended = len(samples) < self.shares.global_batch_size
-            state = None if ended or not self.tells_state else self.dataset.state_dict()  # type: ignore[attr-defined]
+            state = None if ended or not self.tells_state else cast(Stateful, self.dataset).state_dict()
             yield Reading(self._own_share(samples, epoch, reader, number), reader, number + 1, state)
 
     def _own_share(self, samples: Sequence[Any], epoch: int, reader: int, number: int) -> MicroBatches:
@@ -129,7 +130,7 @@ class SizedStream(MicroBatchStream):
     """A stream whose dataset knows its length."""
 
     def __len__(self) -> int:
-        size, full = len(self.dataset), self.shares.global_batch_size  # type: ignore[arg-type]
+        size, full = len(cast(Sized, self.dataset)), self.shares.global_batch_size
         return size // full if self.drop_last else -(-size // full)
 
 
@@ -158,10 +159,10 @@ class StreamLoader(Resumable, DataLoader[Any]):
     def __init__(self, dataset: MicroBatchStream, **options: Any) -> None:
         super().__init__(dataset, batch_size=None, collate_fn=as_is, **options)
         self.per_batch = dataset.shares.global_batch_size
-        self.num_units = len(dataset.dataset) if has_length(dataset.dataset) else None  # type: ignore[arg-type]
+        self.num_units = length_of(dataset.dataset)
         self.num_readers = max(1, self.num_workers)
         # Lightning tells samplers the epoch; a stream has none but torch's placeholder, which hands it on.
-        self.sampler.set_epoch = dataset.set_epoch  # type: ignore[attr-defined]
+        cast(Any, self.sampler).set_epoch = dataset.set_epoch
         self._known: list[deque[tuple[int, Reading]]] = []
         self._to_load: Sequence[Mapping[str, Any]] | None = None
 
@@ -251,13 +252,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool, bytes) or isinstance(value, torch.Tensor)
 
 
-def has_length(thing: Any) -> bool:
-    """Whether `len` works."""
+def length_of(thing: Any) -> int | None:
+    """``len(thing)``, or None where there is none."""
     try:
-        len(thing)
+        return len(thing)
     except (TypeError, NotImplementedError):  # what torch and user code raise for streams
-        return False
-    return True
+        return None
 
 
 def as_is(item: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -206,5 +206,5 @@ def _report_mean(reported: Any, losses: list[torch.Tensor], weights: tuple[float
     """Lightning keeps the first micro-batch's loss tensor for its hooks: make it this row's mean."""
     counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight > 0]
     if isinstance(reported, torch.Tensor) and len(losses) > 1 and counted:
-        mean = sum(loss * weight for loss, weight in counted) / sum(weight for _, weight in counted)
-        reported.copy_(mean)  # type: ignore[arg-type]
+        total = cast(torch.Tensor, sum(loss * weight for loss, weight in counted))
+        reported.copy_(total / sum(weight for _, weight in counted))

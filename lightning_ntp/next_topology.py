@@ -28,8 +28,9 @@ def next_topology(
 ) -> Topology:
     """The topology after `lost` workers are gone and `joined` ones stand ready. Local; equal arguments give equal results.
 
-    A worker that joins takes a lost role of its home replica (where it stood in `healthy`, else where its domain is), else is parked
-    as a spare. Who holds state stays where it is as far as shapes allow.
+    A worker that joins takes a lost role of its home replica (where it stood in `healthy`, else where its domain is), else one of the
+    replica that has the fewest, also one that was missing when the job started; else it is parked as a spare. Who holds state stays
+    where it is as far as shapes allow.
 
     Args:
         old: the topology that broke, or that is asked to regroup.
@@ -56,7 +57,7 @@ def next_topology(
     if reshape and gone and found.spares:
         other = _following(ready, gone, regrowth, refactor=True)
         found = min(found, other, key=lambda topology: len(topology.spares))
-    return found
+    return _with_all_at_work(found, joined)
 
 
 def _following(topology: Topology, gone: Collection[int], regrowth: _Regrowth, refactor: bool) -> Topology:
@@ -210,6 +211,21 @@ class _Regrowth:
 
     def _fits(self, rows: int, degree: int) -> bool:
         return self.cost.fits(degree, rows, self.micro_batch)
+
+
+def _with_all_at_work(topology: Topology, joined: Collection[int]) -> Topology:
+    """Those who have found no place at home in lost roles elsewhere, the smallest replica's first."""
+    while True:
+        free = sorted(set(joined) & set(topology.spares))
+        hurt = [
+            (replica.degree, index)
+            for index, replica in enumerate(topology.replicas)
+            if replica.degree < topology.num_roles and replica.fsdp_size <= len(free)
+        ]
+        if not hurt:
+            return topology
+        _, index = min(hurt)
+        topology = topology.with_workers(index, free[: topology.replicas[index].fsdp_size])
 
 
 def _with_row(topology: Topology, index: int, row: Sequence[int], at: int) -> Topology:

@@ -233,3 +233,10 @@ def test_what_the_rules_allow_is_not_reported(tmp_path: Path) -> None:
         (tmp_path / where).parent.mkdir(exist_ok=True)
         (tmp_path / where).write_text(source)
     assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize("layer", ["dtensor", "strategy"])
+def test_every_file_of_a_layer_stands_in_its_table(layer: str) -> None:
+    table = (ROOT / layer / "README.md").read_text()
+    files = {path.name for path in (ROOT / layer).glob("*.py")} - FACES
+    assert {file for file in files if f"`{file}`" not in table} == set()

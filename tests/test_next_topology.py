@@ -96,6 +96,15 @@ def test_a_whole_replica_is_dropped_and_comes_back_in_its_old_place():
     assert whole.replicas[1] == THREES.replicas[1]
 
 
+def test_a_newcomer_without_a_home_takes_a_role_that_was_missing_from_the_start():
+    ragged = Topology.from_shapes([(1, 3), (1, 2)])
+    grown = following(ragged, [], [5], places={5: 5})
+    assert [replica.workers for replica in grown.replicas] == [(0, 1, 2), (3, 4, 5)]
+    twice = following(THREES, [0, 4, 5], [9, 10], healthy=THREES, domain_size=3)
+    assert [replica.degree for replica in twice.replicas] == [3, 2], "the smallest first, then in order"
+    assert following(THREES, [], [9]).spares == (9,)
+
+
 @given(st.data())
 def test_whatever_happens_nobody_is_forgotten_and_a_complete_job_is_complete_again(data):
     shapes = data.draw(st.sampled_from([[(1, 3), (1, 3)], [(2, 2), (2, 2)], [(3, 1), (3, 1)], [(2, 2), (1, 3)], [(1, 4), (1, 3)]]))

@@ -122,10 +122,8 @@ class Regrouping(Slowness):
     def _next(self, old: Topology, lost: set[int], joined: set[int], places: Mapping[int, int]) -> dict[str, Any]:
         if not lost and not joined:
             return old.to_data()
-        new = next_topology(
-            old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True, places=places
-        )
-        return _with_newcomers_at_work(new, joined).to_data()
+        new = next_topology(old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True, places=places)
+        return new.to_data()
 
     def _strangers(self, generation: Generation) -> set[int]:
         """Newcomers whose script is at another `fit` or evaluation than the members: they cannot follow."""
@@ -222,18 +220,3 @@ class Regrouping(Slowness):
         if self.recovery.member is None:
             raise RuntimeError("recovery is off")
         return self.recovery.member
-
-
-def _with_newcomers_at_work(topology: Topology, joined: set[int]) -> Topology:
-    """A replacement has another id than the worker that stood at its place: it takes a lost role, the smallest replica's first."""
-    while True:
-        free = sorted(joined & set(topology.spares))
-        hurt = [
-            (replica.degree, index)
-            for index, replica in enumerate(topology.replicas)
-            if replica.degree < topology.num_roles and replica.fsdp_size <= len(free)
-        ]
-        if not hurt:
-            return topology
-        _, index = min(hurt)
-        topology = topology.with_workers(index, free[: topology.replicas[index].fsdp_size])

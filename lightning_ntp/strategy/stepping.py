@@ -12,6 +12,7 @@ A window that was lost is run again from its first loop batch: the same global b
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,13 +124,13 @@ class Stepping(Inspection):
         self.inspect_if_due()
         return attempt.loss
 
+    @abstractmethod
     def save_and_end(self, trainer: Any) -> None:
         """The whole job has to go at this step boundary. Does not return. All workers with a role."""
-        raise NotImplementedError
 
+    @abstractmethod
     def judge_pace(self) -> float:
         """Seconds for which slow workers kept the others waiting in the step before. Local."""
-        raise NotImplementedError
 
     def _opened_window(self, trainer: Any) -> OpenWindow:
         if self._open_window is None:

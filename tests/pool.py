@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -48,10 +47,6 @@ PRELOAD = (
 GRACE_SECONDS = 5.0
 """How long the peers of a worker that raised may take to fail as well, before the pool is killed."""
 
-MOST_THREADS = 64
-"""A finished fit leaves references behind that keep its groups, and each group of gloo two threads that wake every 10 ms: with
-hundreds of them half of the machine is busy with nothing. A worker that has more than this is started anew."""
-
 START_SECONDS = 120.0
 _PR_SET_PDEATHSIG = 1
 
@@ -77,14 +72,6 @@ class Worker:
     process: BaseProcess
     pipe: Connection
     stack_file: Path
-
-    @property
-    def num_threads(self) -> int:
-        """0 if it is gone."""
-        try:
-            return len(os.listdir(f"/proc/{self.process.pid}/task"))
-        except OSError:
-            return 0
 
     def stack(self) -> str:
         """What the worker is doing now; asks it through SIGUSR1."""
@@ -130,7 +117,7 @@ class WorkerPool:
         for rank, worker in enumerate(workers):
             worker.pipe.send_bytes(pickle.dumps(Case(self._num_cases, fn, rank, world, args, timeout)))
         results = self._collect(workers, getattr(fn, "__qualname__", repr(fn)), timeout, deaths)
-        if deaths or max(worker.num_threads for worker in workers) > MOST_THREADS:
+        if deaths:
             self._kill()
         return results
 
@@ -271,26 +258,11 @@ def _tidy() -> None:
     import torch
     import torch.distributed as dist
 
+    from lightning_ntp.dtensor.dispatch import forget_meshes
+
     if dist.is_initialized():
         dist.destroy_process_group()
-    clear_mesh_caches()
+    forget_meshes()
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
     gc.collect()
-
-
-def clear_mesh_caches() -> None:
-    """Empties DTensor's caches. Meshes compare by layout, so these would return a mesh whose groups are gone.
-
-    The names are private to torch and differ between versions; an absent one has nothing to clear.
-    """
-    clear = getattr(importlib.import_module("torch.distributed.tensor.debug"), "_clear_sharding_prop_cache", None)
-    if clear is not None:
-        clear()
-    redistribute = importlib.import_module("torch.distributed.tensor._redistribute")
-    clear_planner = getattr(redistribute, "clear_redistribute_planner_cache", None)
-    if clear_planner is not None:
-        clear_planner()
-    transform_infos = getattr(redistribute, "_gen_transform_infos", None)
-    if hasattr(transform_infos, "cache_clear"):
-        transform_infos.cache_clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_ntp.strategy.sampler import global_order
 from tests import lightning_jobs as jobs
+from tests.lives import resources
 from tests.models import float64_norms
 
 SIZE, BATCH = 29, 4
@@ -357,3 +360,24 @@ def test_save_pretrained_of_transposed_packed_and_normed_heads(pool, tmp_path, k
     with float64_norms(), torch.no_grad():
         ids = jobs.batch_of(range(2))["input_ids"]
         assert torch.isfinite(loaded(input_ids=ids, labels=ids).loss)
+
+
+def _fit_and_forget(rank: int, world: int) -> tuple[bool, dict[str, int]]:
+    """Whether the module of a finished fit still lives, and what the process had open before that fit."""
+    before = resources()
+    with jobs.as_worker(rank, world):
+        module, strategy = jobs.TinyLlama(), jobs.ntp(replica_sizes=[2, 1])
+        jobs.trainer(strategy, world, max_steps=2).fit(module, jobs.loader(SIZE, BATCH))
+        assert strategy.is_cut(module)
+    remembered = weakref.ref(module)
+    del module, strategy
+    gc.collect()
+    return remembered() is not None, before
+
+
+def test_a_finished_fit_leaves_no_model_and_its_groups_end_with_the_default_one(pool):
+    fits = [pool.run(_fit_and_forget, 3) for _ in range(4)]
+    for worker in zip(*fits, strict=True):
+        assert not any(alive for alive, _ in worker)
+        early, late = worker[1][1], worker[-1][1]
+        assert not {what: count - early[what] for what, count in late.items() if count > early[what]}

@@ -7,6 +7,7 @@ import os
 import weakref
 from abc import ABC
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,36 @@ if TYPE_CHECKING:
 else:
     _Base = ABC  # `strategy_class` puts a ParallelStrategy of one of the two Lightnings behind it
 
-CUT_MODULES: weakref.WeakKeyDictionary[torch.nn.Module, tuple[ShardedModel, Topology]] = weakref.WeakKeyDictionary()
-"""Modules that are cut already, with the topology of the healthy job: a second `fit`, `validate` or another Trainer goes on with them."""
+_CUT = "_ntp_cut"
+
+
+@dataclass
+class CutState:
+    """How a module is cut, and the topology of the healthy job: a second `fit`, `validate` or another Trainer goes on with it.
+
+    It stays on the module: a table outside, weak as its keys may be, would keep the module alive, as the value refers to it, and
+    with it all process groups of a finished fit. A copy of the module is not cut.
+    """
+
+    sharded: ShardedModel | None = None
+    healthy: Topology | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutState:
+        return CutState()
+
+    def __reduce__(self) -> tuple[type[CutState], tuple[()]]:
+        return CutState, ()
+
+
+def keep_cut(module: torch.nn.Module, sharded: ShardedModel, healthy: Topology) -> None:
+    """Note that the module is cut."""
+    setattr(module, _CUT, CutState(sharded, healthy))
+
+
+def cut_of(module: torch.nn.Module) -> tuple[ShardedModel, Topology] | None:
+    """What `keep_cut` noted."""
+    state: CutState = module.__dict__.get(_CUT, CutState())
+    return None if state.sharded is None or state.healthy is None else (state.sharded, state.healthy)
 
 
 class StrategyBase(_Base):
@@ -152,7 +181,7 @@ class StrategyBase(_Base):
 
     def is_cut(self, module: Any) -> bool:
         """Whether an earlier run of a Trainer in this process has cut the module."""
-        return module is not None and module in CUT_MODULES
+        return module is not None and cut_of(module) is not None
 
     @property
     def runner(self) -> StepRunner:

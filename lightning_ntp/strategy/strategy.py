@@ -27,7 +27,7 @@ from lightning_ntp.strategy._lightning_private import (
 from lightning_ntp.strategy._torch_private import move_to_device
 from lightning_ntp.strategy.adapters import initialise_adapters
 from lightning_ntp.strategy.averaging import Averaging
-from lightning_ntp.strategy.base import CUT_MODULES
+from lightning_ntp.strategy.base import cut_of, keep_cut
 from lightning_ntp.strategy.callback import ensure_callback
 from lightning_ntp.strategy.compiling import Compiling
 from lightning_ntp.strategy.control import ControlPlane, agree_with_leader, gather_everyone
@@ -125,15 +125,15 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             self.precision_plugin.convert_module(module)
             self.model_to_device()
             self.enter_running_job(trainer)
-        elif not self.is_cut(module):
+        elif (cut := cut_of(module)) is not None:
+            self.use(*cut)
+        else:
             self.precision_plugin.convert_module(module)
             self.model_to_device()
             choice = self.recovery.all_or_nobody("control", partial(self._agree_on_choice, module))
             healthy = choice.topology
             self.use(self._shard(module, healthy), healthy)
             self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
-        else:
-            self.use(*CUT_MODULES[module])
         if self.recovery.member is not None and not self._is_newcomer:
             self._has_led = self.is_global_zero
             adopt_versions(trainer, self.broadcast(versions(trainer) if self.is_global_zero else None))
@@ -152,7 +152,7 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
         self._num_healthy_rows = len(healthy.data_rows)
         pace = PaceMeter(self.measures_pace, self.root_device.type == "cuda")
         self._runner = StepRunner(sharded, ControlPlane(sharded.groups, self.root_device), self._seed, pace)
-        CUT_MODULES[self.lightning_module] = sharded, healthy
+        keep_cut(self.lightning_module, sharded, healthy)
         if not self._is_newcomer:
             self.note_neighbours()
 

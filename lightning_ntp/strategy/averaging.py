@@ -14,7 +14,8 @@ import torch
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy._lightning_private import AverageOf, averages_of
-from lightning_ntp.strategy.base import StrategyBase
+from lightning_ntp.strategy.groups import Groups
+from lightning_ntp.strategy.newcomers import Newcomers
 
 KEY, COUNT = "average", "num_averaged"
 
@@ -29,7 +30,8 @@ class AverageCells(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter] = {KEY: parameter.detach().clone()}
 
-class Averaging(StrategyBase):
+
+class Averaging(Newcomers):
     """Stands before the strategy's own setup and validation where a WeightAveraging callback is used."""
 
     _averages: tuple[tuple[AverageOf, AverageCells], ...] = ()
@@ -51,17 +53,27 @@ class Averaging(StrategyBase):
 
     def setup(self, trainer: Any) -> None:
         """See the strategy. Collective over all processes."""
-        super().setup(trainer)
         self._averages = ()
+        super().setup(trainer)  # in which a newcomer is parked, and gets its averages with its cells
         if trainer.state.fn != "fit":
             return
-        found = []
-        for average in averages_of(trainer):
-            cells = AverageCells([parameter for _, parameter in self.sharded.parameters()])
+        if not self._averages:
+            self._make_averages(trainer)
+        self._take_over()
+
+    def park(self, groups: Groups) -> None:
+        """See `Newcomers`. Local."""
+        super().park(groups)
+        self._make_averages(self.lightning_module.trainer)
+
+    def _make_averages(self, trainer: Any) -> None:
+        parameters = [parameter for _, parameter in self.sharded.parameters()]
+        self._averages = tuple((average, AverageCells(parameters)) for average in averages_of(trainer))
+
+    def _take_over(self) -> None:
+        for average, cells in self._averages:
             average.take_over(partial(self._present, average, cells), partial(_count, average, cells))
             self._present(average, cells)  # which lets go of the whole copy
-            found.append((average, cells))
-        self._averages = tuple(found)
 
     def _present(self, average: AverageOf, cells: AverageCells) -> None:
         """Before the callback looks at module and average: both show their cells, wherever these have come from."""

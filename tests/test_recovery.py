@@ -123,6 +123,18 @@ def test_a_worker_without_a_role_waits_and_replaces_the_next_loss_in_its_replica
     assert [event.workers for event in run.job.events if event.kind == "broken"] == [(1,), (2,)]
 
 
+def test_a_spare_and_a_replacement_make_a_replica_whole_again(tmp_path: Path) -> None:
+    """2x2 -> 2x1, for which one newcomer is too few -> 2x2."""
+    options = {"workers": 6, "strategy": {"replica_sizes": [[2, 2], [1, 2]]}, "max_rows": 2, "max_epochs": 14}
+    run = Run(tmp_path, FaultScript(kill(1, "sync", 1)), max_respawns=4, wait_until_whole=2, **options)
+    told = [line for line in run.lines("recovered") if line["worker"] == 4]
+    shapes = [(line["topology"].split(";")[0].split(": ")[1], line["joined"], line["left"]) for line in told]
+    assert shapes[0][0] in ("2x1, 1x2", "1x2, 1x2") and shapes[-1][0] == "2x2, 1x2", shapes
+    joined = told[-1]["joined"]
+    run.check({0, 2, 3, 4, 5, *joined} - set(told[0]["left"]))
+    assert len(joined) == 2
+
+
 def test_a_whole_replica_that_was_lost_comes_back(tmp_path: Path) -> None:
     run = Run(tmp_path, end=[(1, 3), (1, 4), (1, 5)], max_respawns=3, wait_until_whole=2, max_epochs=8)
     run.check({0, 1, 2, 6, 7, 8})

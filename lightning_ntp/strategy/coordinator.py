@@ -106,7 +106,7 @@ class Coordinator:
     """The membership of one job. `workers` are the ids that the first generation waits for.
 
     pending: newcomers, taken in at a step boundary. waiting: hot spares, which become newcomers when a role is free, or when more
-    are at the door than have found none: two may fill a role for which one was too few.
+    are at the door than have found none: two may fill a row or a role for which one was too few.
     """
 
     store: dist.Store

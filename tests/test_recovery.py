@@ -83,10 +83,14 @@ def test_a_step_that_kills_one_worker_after_the_other_stops_the_job(tmp_path: Pa
     assert max(line["step"] for line in run.lines("step")) == 2
 
 
-def test_state_that_nobody_else_holds_is_lost_and_named(tmp_path: Path) -> None:
+def test_state_that_nobody_else_holds_is_lost_and_named_with_the_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     strategy = {"replica_sizes": [3]}
-    run = Run(tmp_path, FaultScript(kill(1, "sync", 3)), workers=3, strategy=strategy, code=1)
-    assert "UnrecoverableError: model.model.embed_tokens.weight: no live worker holds" in run.job.printed.decode()
+    run = Run(tmp_path, FaultScript(kill(1, "sync", 3)), workers=3, strategy=strategy, save_every=2, code=1)
+    printed = run.job.printed.decode()
+    assert "UnrecoverableError: model.model.embed_tokens.weight: no live worker holds" in printed
+    checkpoint = tmp_path / "saved" / "step=2.ckpt"
+    assert f"start again with Trainer.fit(..., ckpt_path={str(checkpoint)!r})" in printed
+    Manifest.read(checkpoint).check(checkpoint)
 
 
 def test_a_replacement_is_taken_in_at_a_step_boundary(tmp_path: Path) -> None:

@@ -129,7 +129,12 @@ class Saver:
     Args:
         agree: the message of some worker that has one, or None where nobody has. Collective over all workers with a role.
         live: numbers of the workers that are there now; a part that another one has not left behind never comes.
+
+    Attributes:
+        newest: the last checkpoint that this run has completed, as far as this worker knows.
     """
+
+    newest: Path | Bucket | None = None
 
     def __init__(self, agree: Callable[[str | None], str | None], live: Callable[[], Collection[int]]) -> None:
         self._agree, self._live = agree, live
@@ -160,6 +165,7 @@ class Saver:
             if save.leads:
                 error = error or save.error
                 self._close(save, error)
+            self.newest = self.newest if error else save.target
         self._doomed.clear()
         self._current = self._thread = None
         return error
@@ -185,6 +191,7 @@ class Saver:
         thread.join()
         if save.leads:
             self._close(save, save.error)
+            self.newest = self.newest if save.error else save.target
         self._doomed.clear()
         self._current = self._thread = None
 

@@ -16,7 +16,7 @@ import torch
 from lightning_ntp.dtensor.bucket import Bucket, place_of
 from lightning_ntp.dtensor.checkpoint import commit, load_safely, stage, write_part, write_values
 from lightning_ntp.dtensor.checkpoint_files import put_in_place
-from lightning_ntp.errors import ConfigError
+from lightning_ntp.errors import ConfigError, UnrecoverableError
 from lightning_ntp.strategy import checkpointing, pretrained
 from lightning_ntp.strategy._lightning_private import (
     before_clearing,
@@ -99,6 +99,16 @@ class Saving(StrategyBase):
             self._saver.abandon()
         if self._runner is not None:  # a process that only launches workers has no loops
             stop_watching(training_results(self.lightning_module.trainer))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called by Lightning when a run ends with an error: what cannot be recovered can be begun again, and it is said from where."""
+        super().on_exception(exception)
+        if self._saver is None or not isinstance(exception, UnrecoverableError):
+            return
+        self._saver.abandon()
+        newest = self._saver.newest
+        if isinstance(newest, Bucket) or (newest is not None and newest.exists()):
+            exception.add_note(f"The last checkpoint is complete: start again with Trainer.fit(..., ckpt_path={str(newest)!r})")
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint that any topology can load.

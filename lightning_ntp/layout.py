@@ -13,6 +13,9 @@ from itertools import accumulate, pairwise
 
 from lightning_ntp.errors import ConfigError
 
+Relief = tuple[tuple[int, int], ...]
+"""What slow roles of a replica keep: ``((role, permille of its even share), ...)``; roles that are not named take the rest."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
@@ -199,6 +202,30 @@ class ShardLayout:
         spans = tuple((role, tuple(Span(s.start * granule, s.stop * granule) for s in held)) for role, held in self.spans)
         return ShardLayout(self.size * granule, spans)
 
+    def relieved(self, relief: Relief) -> ShardLayout:
+        """The layout after slow roles have handed the ends of what they store to the others, the least loaded first.
+
+        Whoever stores anything keeps at least one granule. A layout of granules that does not overlap.
+
+        Raises:
+            ConfigError: a role that is not in the layout, one that shall keep more than it has, or nobody left to take the rest.
+        """
+        kept_permille = dict(relief)
+        others = [role for role in self.roles if role not in kept_permille]
+        if not relief:
+            return self
+        if not others or not set(kept_permille) < set(self.roles) or not all(0 <= p <= 1000 for p in kept_permille.values()):
+            raise ConfigError(
+                f"relief names some of the roles {self.roles}, and of each 0 to 1000 permille that it keeps, got {relief}"
+            )
+        held, gift = {role: self.of(role) for role in others}, list[Span]()
+        for role, permille in relief:
+            spans, load = self.of(role), self.local_size(role)
+            kept = max(min(load, 1), (load * permille + 500) // 1000)
+            held[role] = slice_storage(spans, 0, kept)
+            gift += slice_storage(spans, kept, load)
+        return ShardLayout(self.size, _handed_out(gift, held, others))
+
     def grouped(self, group_size: int) -> ShardLayout:
         """The layout of the groups that the stored indices fall into: KV heads from query heads.
 
@@ -262,6 +289,17 @@ class NestedLayouts:
     def __iter__(self) -> Iterator[ShardLayout]:
         return iter(self.layouts)
 
+    def at(self, degree: int, relief: Relief = ()) -> ShardLayout:
+        """The layout of a replica of `degree` whose slow roles are relieved; whole granules move, all parts of a dim alike."""
+        if not relief:
+            return self[degree]
+        if not self.parts:
+            return self[degree].relieved(relief)
+        parts = [part.at(degree, relief) for part in self.parts]
+        if not self.factor:
+            return ShardLayout.concat(parts)
+        return parts[0].scaled(self.factor) if self.factor > 0 else parts[0].grouped(-self.factor)
+
     def scaled(self, granule: int) -> NestedLayouts:
         """In elements: see `ShardLayout.scaled`."""
         return NestedLayouts(tuple(layout.scaled(granule) for layout in self.layouts), (self,), granule)
@@ -320,15 +358,21 @@ def nested_layouts(num_granules: int, num_roles: int, loss_order: Sequence[int] 
 
 
 def _without(layout: ShardLayout, lost: int) -> ShardLayout:
-    gift = layout.of(lost)
-    loads = {role: layout.local_size(role) for role in layout.roles if role != lost}
-    takes = _deal(total_length(gift), loads)
+    held = {role: layout.of(role) for role in layout.roles if role != lost}
+    return ShardLayout(layout.size, _handed_out(layout.of(lost), held, list(held)))
+
+
+def _handed_out(
+    gift: Sequence[Span], held: Mapping[int, tuple[Span, ...]], takers: Sequence[int]
+) -> tuple[tuple[int, tuple[Span, ...]], ...]:
+    """What all roles hold once `gift` has gone to the `takers`, the least loaded first, as contiguous runs."""
+    takes = _deal(total_length(gift), {role: total_length(held[role]) for role in takers})
     spans, at = [], 0
-    for role in loads:
-        taken = slice_storage(gift, at, at + takes[role])
-        at += takes[role]
-        spans.append((role, merge_runs((*layout.of(role), *taken))))
-    return ShardLayout(layout.size, tuple(spans))
+    for role in sorted(held):
+        taken = slice_storage(gift, at, at + takes.get(role, 0))
+        at += takes.get(role, 0)
+        spans.append((role, merge_runs((*held[role], *taken))))
+    return tuple(spans)
 
 
 def _deal(num_granules: int, loads: Mapping[int, int]) -> dict[int, int]:

@@ -13,17 +13,18 @@ from functools import cached_property
 from math import prod
 
 from lightning_ntp.errors import ConfigError
-from lightning_ntp.layout import NestedLayouts, Span, intersect, slice_storage, subtract, total_length
+from lightning_ntp.layout import NestedLayouts, Relief, Span, intersect, slice_storage, subtract, total_length
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a worker stands in its replica: tp degree and role, fsdp size and coordinate."""
+    """Where a worker stands in its replica: tp degree and role, fsdp size and coordinate; and whom of it the others relieve."""
 
     degree: int
     role: int
     fsdp_size: int
     fsdp_coordinate: int
+    relief: Relief = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +130,18 @@ class ParamSpec:
         crosses = self.dim == 0 and len(self.shape) == 2 and self.shape[1] % fsdp_size == 0
         return 1 if crosses else 0
 
-    def role_cell(self, degree: int, role: int) -> Cell:
+    def role_cell(self, degree: int, role: int, relief: Relief = ()) -> Cell:
         """What `role` of a replica of `degree` stores when fsdp does not cut (fsdp size 1)."""
         spans: list[tuple[Span, ...]] = [(Span(0, size),) if size else () for size in self.matrix_shape]
         if self.dim is not None and self.layouts is not None:
-            spans[self.dim] = self.layouts[degree].of(role)
+            spans[self.dim] = self.layouts.at(degree, relief).of(role)
             if self.dim == 0 and len(self.shape) == 0:
                 raise ConfigError(f"{self.fqn}: a scalar cannot be cut")
         return Cell(spans[0], spans[1])
 
     def cell(self, at: Coordinates) -> Cell:
         """What the worker at these coordinates stores of the parameter, its gradient and its optimizer state."""
-        whole = self.role_cell(at.degree, at.role)
+        whole = self.role_cell(at.degree, at.role, at.relief)
         spans = [whole.rows, whole.columns]
         dim = self.fsdp_dim(at.fsdp_size)
         chunk = -(-total_length(spans[dim]) // at.fsdp_size)
@@ -155,14 +156,14 @@ class ParamSpec:
         cell = self.cell(at)
         if self.dim is None or self.layouts is None:
             return cell if at.role == lowest_role else Cell((), ())
-        owned = self.layouts[at.degree].owned(at.role)
+        owned = self.layouts.at(at.degree, at.relief).owned(at.role)
         spans = [cell.rows, cell.columns]
         spans[self.dim] = subtract(spans[self.dim], subtract(spans[self.dim], owned))
         return Cell(spans[0], spans[1])
 
     def flat_shape(self, at: Coordinates) -> tuple[int, int]:
         """(rows, columns) that FSDP2 reserves for the gradient in its flat bucket: rows padded to equal chunks."""
-        rows, columns = self.role_cell(at.degree, at.role).shape
+        rows, columns = self.role_cell(at.degree, at.role, at.relief).shape
         if self.fsdp_dim(at.fsdp_size) == 1:
             return rows, columns // at.fsdp_size
         return -(-rows // at.fsdp_size), columns
@@ -199,23 +200,23 @@ class HeadCut:
         """Layouts over KV heads; overlapping where a group is split over roles."""
         return self.queries.grouped(self.group_size)
 
-    def expansion(self, degree: int, role: int) -> tuple[int, ...]:
+    def expansion(self, degree: int, role: int, relief: Relief = ()) -> tuple[int, ...]:
         """For each local query head the position of its KV head among the local KV heads."""
-        indices = [i for s in self.queries[degree].of(role) for i in range(s.start, s.stop)]
+        indices = [i for s in self.queries.at(degree, relief).of(role) for i in range(s.start, s.stop)]
         position = {head: at for at, head in enumerate(dict.fromkeys(i // self.group_size for i in indices))}
         return tuple(position[i // self.group_size] for i in indices)
 
-    def uniform_group(self, degree: int, role: int) -> int | None:
+    def uniform_group(self, degree: int, role: int, relief: Relief = ()) -> int | None:
         """Local query heads per local KV head if that number is the same for all of them, else None (expand then)."""
-        expansion = self.expansion(degree, role)
+        expansion = self.expansion(degree, role, relief)
         num_keys = len(set(expansion))
         size = len(expansion) // max(num_keys, 1)
         return size if expansion == tuple(key for key in range(num_keys) for _ in range(size)) else None
 
-    def visible_keys(self, degree: int, role: int) -> int:
+    def visible_keys(self, degree: int, role: int, relief: Relief = ()) -> int:
         """KV heads that the attention code sees: the local ones, or one per local query head where they are expanded."""
-        expansion = self.expansion(degree, role)
-        return len(expansion) if self.uniform_group(degree, role) is None else len(set(expansion))
+        expansion = self.expansion(degree, role, relief)
+        return len(expansion) if self.uniform_group(degree, role, relief) is None else len(set(expansion))
 
 
 @dataclass(frozen=True)

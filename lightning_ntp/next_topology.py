@@ -30,7 +30,8 @@ def next_topology(
 
     A worker that joins takes a lost role of its home replica (where it stood in `healthy`, else where its domain is), else one of the
     replica that has the fewest, also one that was missing when the job started; else it is parked as a spare. Who holds state stays
-    where it is as far as shapes allow.
+    where it is as far as shapes allow. In replicas that change nobody is relieved any more: a loss moves granules anyway, and who is
+    still slow will be named again.
 
     Args:
         old: the topology that broke, or that is asked to regroup.
@@ -57,7 +58,7 @@ def next_topology(
     if reshape and gone and found.spares:
         other = _following(ready, gone, regrowth, refactor=True)
         found = min(found, other, key=lambda topology: len(topology.spares))
-    return _with_all_at_work(found, joined)
+    return _still_relieved(_with_all_at_work(found, joined), old)
 
 
 def _following(topology: Topology, gone: Collection[int], regrowth: _Regrowth, refactor: bool) -> Topology:
@@ -226,6 +227,16 @@ def _with_all_at_work(topology: Topology, joined: Collection[int]) -> Topology:
             return topology
         _, index = min(hurt)
         topology = topology.with_workers(index, free[: topology.replicas[index].fsdp_size])
+
+
+def _still_relieved(topology: Topology, old: Topology) -> Topology:
+    """Replicas in which nothing has changed go on to relieve their slow roles."""
+    reliefs = {(replica.grid, old.roles(replica.degree)): replica.relief for replica in old.replicas}
+    replicas = (
+        replace(replica, relief=reliefs.get((replica.grid, topology.roles(replica.degree)), ()))
+        for replica in topology.replicas
+    )
+    return replace(topology, replicas=tuple(replicas))
 
 
 def _with_row(topology: Topology, index: int, row: Sequence[int], at: int) -> Topology:

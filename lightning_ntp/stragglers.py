@@ -2,28 +2,32 @@
 
     Measured, per worker and step  --StragglerWatch.feed-->  turns
                                    --helps-->                what each remedy would make of a step
-                                   --new_shares-->           other batch shares, if they gain more than they cost
+                                   --new_deal-->             other granules and batch shares, if they gain more than they cost
 
 A step time says nothing: all wait for the slowest. What counts is the time between collectives, per unit of work, where a sample
-is 1 / degree of a unit on each role of its data row.
+is one unit, of which each role of its data row does its fraction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.layout import Relief
 from lightning_ntp.outliers import OutlierLimits, OutlierWatch, Sample, Turn
 from lightning_ntp.shares import deal
-from lightning_ntp.topology import Topology
+from lightning_ntp.topology import Replica, Topology
 
 WEIGHT_SCALE = 1000
 """Weight of the fastest data row, when shares follow speeds."""
 
 MIN_GAIN = 0.03
-"""Shares that shorten a step by less are not worth an entry in a log."""
+"""What shortens a step by less is not worth an entry in a log."""
+
+Fractions = Mapping[int, float]
+"""Worker -> the part of each sample of its data row that it computes; over a row they add up to 1."""
 
 
 @dataclass(frozen=True)  # no slots: LightningCLI reads a default through vars()
@@ -31,11 +35,11 @@ class SlowConfig:
     """What happens when a GPU computes longer than the others for the same work.
 
     Args:
-        mode: ``"advise"`` names it and what would help; ``"act"`` also lets batch shares follow the speeds, if that gains more than
-            it costs; ``"off"`` measures nothing.
+        mode: ``"advise"`` names it and what would help; ``"act"`` also hands granules of a slow role to its neighbours (where the job
+            can recover) and lets batch shares follow the speeds, if that gains more than it costs; ``"off"`` measures nothing.
         factor: slow is who takes so many times the usual time; well again below half of the excess.
         steps: for so many steps in a row.
-        horizon_seconds: time over which a change of shares must pay.
+        horizon_seconds: time over which a change must pay.
         cost_seconds: of such a change, until one has been measured that took longer.
     """
 
@@ -71,9 +75,10 @@ class Help:
 
 
 @dataclass(frozen=True, slots=True)
-class NewShares:
-    """Weights per data row, and the seconds of a step before and after."""
+class NewDeal:
+    """Who shall do how much: a topology with other reliefs or the same, weights per data row; seconds of a step before and after."""
 
+    topology: Topology
     weights: tuple[int, ...]
     now_seconds: float
     then_seconds: float
@@ -84,19 +89,32 @@ class NewShares:
         return 1.0 - self.then_seconds / self.now_seconds
 
 
+def even_fractions(topology: Topology) -> dict[int, float]:
+    """Every role of a replica does the same, as far as it is not relieved: granules as fine as one likes."""
+    found: dict[int, float] = {}
+    for replica in topology.replicas:
+        kept = {role: permille / 1000 / replica.degree for role, permille in replica.relief}
+        rest = (1.0 - sum(kept.values())) / (replica.degree - len(kept))
+        for row in replica.grid:
+            each = zip(row, topology.roles(replica.degree), strict=True)
+            found |= {worker: kept.get(role, rest) for worker, role in each}
+    return found
+
+
 @dataclass
 class StragglerWatch:
     """The speeds of a topology's workers. Made anew with each topology, as work is dealt out anew."""
 
     topology: Topology
     limits: OutlierLimits = field(default_factory=OutlierLimits)
+    fractions_of: Callable[[Topology], Fractions] = even_fractions
     _watch: OutlierWatch[int] = field(init=False)
     _measured: dict[int, Measured] = field(default_factory=dict)
-    _degrees: dict[int, int] = field(init=False)
+    _fractions: Fractions = field(init=False)
 
     def __post_init__(self) -> None:
         self._watch = OutlierWatch(self.limits)
-        self._degrees = {worker: replica.degree for replica in self.topology.replicas for worker in replica.workers}
+        self._fractions = self.fractions_of(self.topology)
 
     @property
     def slow(self) -> Mapping[int, float]:
@@ -108,7 +126,7 @@ class StragglerWatch:
         self._measured = dict(measured)
         samples = {}
         for worker, one in measured.items():
-            units = max(one.samples, 1) / self._degrees[worker]
+            units = max(one.samples, 1) * self._fractions[worker]
             samples[worker] = Sample(one.seconds / units, units)
         return self._watch.feed(samples, max(one.seconds for one in measured.values()))
 
@@ -124,11 +142,11 @@ class StragglerWatch:
         rows = [self.topology.replicas[r].grid[f][0] for r, f in self.topology.data_rows]
         return sum(self._measured[worker].samples for worker in rows)
 
-    def sample_seconds(self) -> tuple[float, ...]:
+    def sample_seconds(self, fractions: Fractions | None = None) -> tuple[float, ...]:
         """Per data row, for one sample: rows of one replica gather parameters together, so its slowest worker sets the pace."""
-        paces = self._watch.values
+        paces, each = self._watch.values, self._fractions if fractions is None else fractions
         return self._per_row(
-            [max(paces[worker] for worker in replica.workers) / replica.degree for replica in self.topology.replicas]
+            [max(paces[worker] * each[worker] for worker in replica.workers) for replica in self.topology.replicas]
         )
 
     def step_seconds(self, weights: tuple[int, ...], sample_seconds: Sequence[float] | None = None) -> float:
@@ -155,14 +173,50 @@ class StragglerWatch:
             found.append(Help(f"leave without it: ntp drain {worker}", self.step_seconds(weights_of(rest), rest)))
         return sorted(found, key=lambda one: one.step_seconds)
 
-    def new_shares(self, weights: tuple[int, ...], horizon_seconds: float, cost_seconds: float) -> NewShares | None:
-        """Other weights per data row, if over the horizon they gain more than the change costs; None to leave all as it is."""
+    def new_deal(
+        self, weights: tuple[int, ...], horizon_seconds: float, share_seconds: float, move_seconds: float | None
+    ) -> NewDeal | None:
+        """What gains most over the horizon beyond what it costs: other weights per data row, or other granules and weights.
+
+        Args:
+            weights: by which the samples are dealt now.
+            horizon_seconds: time over which a change must pay.
+            share_seconds: what other weights cost.
+            move_seconds: what it costs to move granules as well; None where they cannot move.
+
+        Returns:
+            None to leave all as it is.
+        """
         if not self._watch.values:
             return None
-        wanted = weights_of(self.sample_seconds())
-        change = NewShares(wanted, self.step_seconds(weights), self.step_seconds(wanted))
-        worth = change.gain >= MIN_GAIN and change.gain * horizon_seconds > cost_seconds
-        return change if worth else None
+        now = self.step_seconds(weights)
+        found = [(self._dealt(self.topology, now), share_seconds)]
+        if move_seconds is not None and (relieved := self.relieved()) != self.topology:
+            found.append((self._dealt(relieved, now), move_seconds))
+        deal_, cost = max(found, key=lambda one: one[0].gain * horizon_seconds - one[1])
+        return deal_ if deal_.gain >= MIN_GAIN and deal_.gain * horizon_seconds > cost else None
+
+    def relieved(self) -> Topology:
+        """The topology in which every slow role keeps what it does in the time of the others, as far as granules allow."""
+        replicas = tuple(replace(replica, relief=self._relief(replica)) for replica in self.topology.replicas)
+        return replace(self.topology, replicas=replicas)
+
+    def _relief(self, replica: Replica) -> Relief:
+        columns = list(zip(*replica.grid, strict=True))
+        speeds = [1.0 / max(self._watch.values[worker] for worker in column) for column in columns]
+        kept = [round(1000 * replica.degree * speed / sum(speeds)) for speed in speeds]
+        roles = self.topology.roles(replica.degree)
+        found = tuple(
+            (role, permille)
+            for role, permille, column in zip(roles, kept, columns, strict=True)
+            if permille < 1000 and any(worker in self.slow for worker in column)
+        )
+        return found if len(found) < replica.degree else ()
+
+    def _dealt(self, topology: Topology, now_seconds: float) -> NewDeal:
+        each = self.sample_seconds(self.fractions_of(topology))
+        weights = weights_of(each)
+        return NewDeal(topology, weights, now_seconds, self.step_seconds(weights, each))
 
     def _with(self, replica: int, sample_seconds: float, weights: tuple[int, ...] | None = None) -> float:
         """A step with another speed of one replica; shares by speed unless `weights` are given."""

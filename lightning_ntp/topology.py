@@ -8,18 +8,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
+from lightning_ntp.layout import Relief
 from lightning_ntp.model_spec import Coordinates
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The live workers of one copy of the model: ``grid[fsdp coordinate][tp position]``."""
+    """The live workers of one copy of the model: ``grid[fsdp coordinate][tp position]``.
+
+    relief: what slow roles of it keep, see `layout.Relief`. It ends when the replica changes.
+    """
 
     grid: tuple[tuple[int, ...], ...]
+    relief: Relief = ()
 
     def __post_init__(self) -> None:
         if not self.grid or not self.grid[0] or len({len(row) for row in self.grid}) != 1:
             raise ConfigError(f"a replica is a full (fsdp, tp) grid of workers, got {self.grid}")
+        if self.relief and len(self.relief) >= self.degree:
+            raise ConfigError(f"relief {self.relief} leaves none of {self.degree} roles to take over")
 
     @property
     def fsdp_size(self) -> int:
@@ -116,12 +123,22 @@ class Topology:
     def to_data(self) -> dict[str, Any]:
         """As JSON values; `from_data` reads them."""
         grids = [[list(row) for row in replica.grid] for replica in self.replicas]
-        return {"num_roles": self.num_roles, "grids": grids, "loss_order": self.loss_order, "spares": self.spares}
+        reliefs = [replica.relief for replica in self.replicas]
+        return {
+            "num_roles": self.num_roles,
+            "grids": grids,
+            "reliefs": reliefs,
+            "loss_order": self.loss_order,
+            "spares": self.spares,
+        }
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Topology:
         """What `to_data` has said."""
-        replicas = tuple(Replica(tuple(tuple(row) for row in grid)) for grid in data["grids"])
+        replicas = tuple(
+            Replica(tuple(tuple(row) for row in grid), tuple((role, kept) for role, kept in relief))
+            for grid, relief in zip(data["grids"], data["reliefs"], strict=True)
+        )
         return cls(data["num_roles"], replicas, tuple(data["loss_order"]), tuple(data["spares"]))
 
     @property
@@ -152,7 +169,7 @@ class Topology:
     def coordinates(self, worker: int) -> Coordinates:
         """A worker's degree, role, fsdp size and fsdp coordinate."""
         at, replica = self.position(worker), self.replica_of(worker)
-        return Coordinates(replica.degree, self.roles(replica.degree)[at.tp], replica.fsdp_size, at.fsdp)
+        return Coordinates(replica.degree, self.roles(replica.degree)[at.tp], replica.fsdp_size, at.fsdp, replica.relief)
 
     @property
     def data_rows(self) -> tuple[tuple[int, int], ...]:
@@ -192,7 +209,7 @@ class Topology:
     @property
     def digest(self) -> str:
         """Equal on two workers exactly when their topologies are; to be compared before groups are made of them."""
-        whole = (self.num_roles, self.loss_order, tuple(replica.grid for replica in self.replicas), self.spares)
+        whole = (self.num_roles, self.loss_order, self.replicas, self.spares)
         return hashlib.sha256(repr(whole).encode()).hexdigest()[:16]
 
     def without(self, worker: int) -> Topology:
@@ -256,5 +273,5 @@ class Topology:
         return (*self.replicas[:index], *changed, *self.replicas[index + 1 :])
 
     def __repr__(self) -> str:
-        shapes = ", ".join(f"{replica.fsdp_size}x{replica.degree}" for replica in self.replicas)
+        shapes = ", ".join(f"{r.fsdp_size}x{r.degree}{' relieved' if r.relief else ''}" for r in self.replicas)
         return f"Topology({shapes}; {self.num_roles} roles, lost first {self.loss_order})"

@@ -20,7 +20,7 @@ from lightning_ntp.dtensor.randomness import RoleRandomness
 from lightning_ntp.dtensor.vocab import causal_lm_loss, connect_head
 from lightning_ntp.errors import ConfigError, UnsupportedModelError
 from lightning_ntp.layout import NestedLayouts, nested_layouts
-from lightning_ntp.model_spec import HeadCut, ModuleRule, ParamSpec, Style
+from lightning_ntp.model_spec import Coordinates, HeadCut, ModuleRule, ParamSpec, Style
 from lightning_ntp.strategy.fsdp import local_of, local_shape, shard_model, take_cell
 from lightning_ntp.strategy.groups import Groups
 from lightning_ntp.strategy.huggingface import plan_model
@@ -40,7 +40,7 @@ class Cutter:
 
     def rule(self, fqn, style, layouts=None, dims=None, **options):
         """One module's rule; `dims` says which dim of which of its parameters is cut."""
-        swap_module(self.root, ModuleRule(fqn, style, layouts, **options), self.degree, self.role, self.mesh)
+        swap_module(self.root, ModuleRule(fqn, style, layouts, **options), Coordinates(self.degree, self.role, 1, 0), self.mesh)
         owner = self.root.get_submodule(fqn)
         for name, dim in (dims or {}).items():
             whole = owner.get_parameter(name)
@@ -312,7 +312,7 @@ def swapped_and_back(rank, world):
     plan = plan_model(model, 3)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     for rule in sorted(plan.rules, key=lambda rule: rule.style is Style.ATTENTION):
-        swap_module(model, rule, 3, 0, mesh)
+        swap_module(model, rule, Coordinates(3, 0, 1, 0), mesh)
     originals = all(isinstance(model.get_submodule(rule.fqn), before[rule.fqn][0]) for rule in plan.rules)
     changed = [rule.fqn for rule in plan.rules if isinstance(model.get_submodule(rule.fqn), CutModule)]
     heads = model.transformer.h[0].attn.num_heads
@@ -341,7 +341,7 @@ def refusals(rank, world):
         ModuleRule("attn", Style.ATTENTION),
     ):
         try:
-            swap_module(root, rule, 1, 0, mesh)
+            swap_module(root, rule, Coordinates(1, 0, 1, 0), mesh)
         except UnsupportedModelError as error:
             messages.append(str(error))
     return messages

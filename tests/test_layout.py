@@ -68,6 +68,52 @@ def test_counts_are_those_of_dealing_one_by_one(case):
         assert {role: new.local_size(role) for role in new.roles} == dealt_one_by_one(old, lost)
 
 
+@st.composite
+def reliefs(draw):
+    granules, num_roles, order = draw(nested_cases())
+    nested = nested_layouts(granules, num_roles, order)
+    layout = draw(st.sampled_from(nested.layouts))
+    slow = draw(st.lists(st.sampled_from(layout.roles), unique=True, max_size=layout.degree - 1))
+    return nested, layout, tuple((role, draw(st.integers(0, 1000))) for role in sorted(slow))
+
+
+@given(reliefs())
+def test_who_is_relieved_keeps_the_first_granules_and_the_others_share_the_rest_evenly(case):
+    nested, layout, relief = case
+    relieved = nested.at(layout.degree, relief)
+    stored = sorted(itertools.chain.from_iterable(indices(relieved.of(role)) for role in relieved.roles))
+    assert stored == list(range(layout.size)) and relieved.roles == layout.roles
+    slow = dict(relief)
+    for role in layout.roles:
+        before, after = indices(layout.of(role)), indices(relieved.of(role))
+        if role in slow:
+            assert after == before[: len(after)] and (after or not before)
+            assert abs(len(after) - len(before) * slow[role] / 1000) <= (1 if before else 0)
+        else:
+            assert after[: len(before)] == before, "a neighbour's own granules stay where they are"
+    loads = [relieved.local_size(role) for role in layout.roles if role not in slow]
+    moved = layout.size - sum(len(set(indices(layout.of(r))) & set(indices(relieved.of(r)))) for r in layout.roles)
+    assert moved == sum(layout.local_size(role) - relieved.local_size(role) for role in slow)
+    assert max(loads) - min(loads) <= 1 or not moved
+
+
+@given(reliefs(), st.integers(2, 4))
+def test_relief_moves_whole_granules_in_every_layout_that_is_derived_from_them(case, factor):
+    nested, layout, relief = case
+    wanted = nested.at(layout.degree, relief)
+    assert nested.scaled(factor).at(layout.degree, relief) == wanted.scaled(factor)
+    packed = NestedLayouts.concat((nested, nested.scaled(factor)))
+    assert packed.at(layout.degree, relief) == ShardLayout.concat((wanted, wanted.scaled(factor)))
+    if nested.size % factor == 0:
+        assert nested.grouped(factor).at(layout.degree, relief) == wanted.grouped(factor)
+
+
+@pytest.mark.parametrize("relief", [((5, 500),), ((0, 500), (1, 500), (2, 500)), ((0, 1001),)])
+def test_relief_that_cannot_be_is_refused(relief):
+    with pytest.raises(ConfigError, match=r"relief names some of the roles \(0, 1, 2\)"):
+        nested_layouts(6, 3).at(3, relief)
+
+
 @given(nested_cases(), st.integers(1, 5))
 def test_scaling_repeats_each_granule(case, granule):
     nested = nested_layouts(*case)

@@ -1,5 +1,6 @@
 """Ragged jobs against one process, float64: logits, loss, the gradient of every parameter, AdamW's state after 5 steps."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from tests.models import batch, float64_norms, tiny
 
 TOLERANCE = 1e-10
 
-# (kind, overrides, shapes, loss order, micro-batches per replica)
+# (kind, overrides, shapes, loss order, micro-batches per replica, and what slow roles of each keep)
 CASES = {
     "llama [3,2]": ("llama", {}, [(1, 3), (1, 2)], (1, 2), (1, 1)),
     "llama [3,2] tied": ("llama", {"tie_word_embeddings": True}, [(1, 3), (1, 2)], (1, 2), (1, 1)),
@@ -52,16 +53,23 @@ CASES = {
         for kind in ("qwen3", "gpt2", "phi3")
     },
     "gpt2 vocab 50257 over 3": ("gpt2", {"vocab_size": 50257}, [(1, 3), (1, 2)], (0, 1), (1, 1)),
+    "llama [3,2] relieved": ("llama", {}, [(1, 3), (1, 2)], (1, 2), (1, 1), ((), ((0, 400),))),
+    "qwen3 2x2 + 1x3 relieved": ("qwen3", {}, [(2, 2), (1, 3)], (1, 0), (2, 3), (((2, 500),), ((0, 300), (2, 600)))),
+    "gpt2 [3,2] relieved": ("gpt2", {}, [(1, 3), (1, 2)], (1, 2), (1, 2), (((0, 500),), ())),
+    "phi3 one replica 1x3 relieved": ("phi3", {}, [(1, 3)], (1, 2), (1,), (((2, 500),),)),
 }  # fmt: skip
 
 FULL = {name for name in CASES if name.endswith((" again", "14 heads over 3"))}
 
 
 def gradients_and_steps(rank, world, case, num_steps):
-    kind, overrides, shapes, order, micro_batches = case
+    kind, overrides, shapes, order, micro_batches, *reliefs = case
     torch.manual_seed(rank)
     with float64_norms():
         topology = Topology.from_shapes(shapes, order)
+        for relief in reliefs:
+            relieved = (replace(replica, relief=one) for replica, one in zip(topology.replicas, relief, strict=True))
+            topology = replace(topology, replicas=tuple(relieved))
         model = tiny(kind, **overrides)
         if rank:  # another start: the leader's has to win
             with torch.no_grad():

@@ -15,7 +15,7 @@ from lightning_ntp.dtensor.collectives import reduce_over, sum_in_place
 from lightning_ntp.dtensor.stopwatch import STOPWATCH
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.links import Exchanged
-from lightning_ntp.stragglers import Measured, SlowConfig
+from lightning_ntp.stragglers import Fractions, Measured, SlowConfig, even_fractions
 from lightning_ntp.strategy.alerts import slow_alerts
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.strategy.control import ControlPlane
@@ -54,6 +54,25 @@ def test_shares_follow_a_slow_worker_and_the_run_equals_one_that_nothing_happene
     for worker in (1, 2, 3):  # all say the same at the same commit
         own = [line for line in run.lines("slow") if line["worker"] == worker]
         assert [(line["slow"], line["at"], line["words"]) for line in own] == [(line["slow"], line["at"], line["words"]) for line in told]
+
+
+def test_a_slow_role_hands_granules_to_its_neighbours_and_the_run_equals_one_that_nothing_happened_to(tmp_path: Path) -> None:
+    faults = FaultScript(Fault("slow", 1, "forward", step=1, seconds=0.3), Fault("kill", 4, "sync", step=11))
+    slow = {"mode": "act", "factor": 1.5, "steps": 2, "cost_seconds": 0.0}
+    model = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48, "intermediate_size": 96}
+    strategy = {"replica_sizes": [3, 2]}
+    run = Run(tmp_path, faults, workers=5, strategy=strategy, model=model, slow=slow, max_epochs=4)
+    run.check({0, 1, 2, 3})
+    told = [line for line in run.lines("slow") if line["worker"] == 0]
+    deals = [line for line in told if line["slow"] == "shares" and "of the replica's granules" in line["words"]]
+    assert deals and "replica 0: role 1 keeps " in deals[0]["words"]
+    moves = [line for line in run.lines("recovered") if line["worker"] == 0]
+    eased = [line for line in moves if "slow role 1 of replica 0 relieved" in line["topology"]]
+    assert eased and not eased[0]["gone"] and not eased[0]["joined"]
+    received = {line["worker"]: line["moved"] for line in run.lines("recovered") if line["recovered"] == eased[0]["recovered"]}
+    assert received[0] and received[2] and not received[1] and not received[3] and not received[4]
+    [loss] = [line for line in moves if line["gone"]]
+    assert loss["gone"] == [4] and "slow role 1 of replica 0 relieved" in loss["topology"], "another replica's loss changes nothing here"
 
 
 def waits(rank: int, world: int) -> tuple[list[int], dict[str, int], str]:
@@ -112,7 +131,7 @@ def meters(rank: int, world: int) -> list[Any]:
         told = control.extreme(torch.tensor([7, *meter.outgoing(groups)]), largest=True).tolist()
         meter.incoming(told[1:], groups)
         heard.append(meter.heard)
-        meter.reshare_seconds = rank / 4
+        meter.reshare_seconds, meter.move_seconds = rank / 4, rank / 8
         meter.commit(groups)
     groups.destroy()
     return heard
@@ -122,7 +141,7 @@ def test_all_hear_the_same_of_the_window_before(pool: Any) -> None:
     first, second = zip(*pool.run(meters, 3), strict=True)
     assert first == (None, None, None)
     assert second[0] == second[1] == second[2]
-    assert [one.samples for one in second[0].measured.values()] == [3, 4, 5] and second[0].reshare_seconds == 0.5
+    assert [one.samples for one in second[0].measured.values()] == [3, 4, 5] and (second[0].reshare_seconds, second[0].move_seconds) == (0.5, 0.25)
     assert all(one.slot_seconds >= 0 and one.tp_seconds == 0 for one in second[0].exchanged.values())
 
 
@@ -131,12 +150,12 @@ def test_whoever_has_nothing_to_say_keeps_all_from_judging() -> None:
         topology, worker = Topology.from_shapes([(1, 1)] * 3), 1
 
     meter, groups = PaceMeter(on=True), ThreeWorkers()
-    meter.incoming([5, 1, 0, 0, 0] * 2 + [0] * 5, groups)  # type: ignore[arg-type]
+    meter.incoming([5, 1, 0, 0, 0, 0] * 2 + [0] * 6, groups)  # type: ignore[arg-type]
     assert meter.heard is None
-    meter.incoming([5 * 10**9, 2, 10**9, 2 * 10**9, 0] * 3, groups)  # type: ignore[arg-type]
+    meter.incoming([5 * 10**9, 2, 10**9, 2 * 10**9, 0, 0] * 3, groups)  # type: ignore[arg-type]
     assert meter.heard is not None and meter.heard.measured[2] == Measured(5.0, 2)
     assert meter.heard.exchanged[0] == Exchanged(1.0, 2.0)
-    assert meter.outgoing(groups) == [0] * 15 and PaceMeter().outgoing(groups) == []  # type: ignore[arg-type]
+    assert meter.outgoing(groups) == [0] * 18 and PaceMeter().outgoing(groups) == []  # type: ignore[arg-type]
 
 
 class Judge(Slowness):
@@ -158,13 +177,16 @@ class Judge(Slowness):
     def on_slow(self, event: SlowEvent) -> None:
         self.told.append(event)
 
+    def work_fractions(self, topology: Topology) -> Fractions:
+        return even_fractions(topology)
+
     def save_and_end(self, trainer: Any) -> None:
         raise AssertionError("a slow worker ends no job")
 
-    def judge(self, seconds: tuple[float, ...], slots: tuple[float, ...] = (0.1,) * 4, times: int = 8) -> float:
+    def judge(self, seconds: tuple[float, ...], slots: tuple[float, ...] = (0.1,) * 4, times: int = 8, move_seconds: float = 0.0) -> float:
         measured = {worker: Measured(one, 80) for worker, one in enumerate(seconds)}
         exchanged = {worker: Exchanged(0.1, one) for worker, one in enumerate(slots)}
-        self.runner.pace.heard = Heard(measured, exchanged, 0.0)
+        self.runner.pace.heard = Heard(measured, exchanged, 0.0, move_seconds)
         return [self.judge_pace() for _ in range(times)][-1]
 
 
@@ -177,21 +199,37 @@ def test_advice_names_worker_host_factor_and_what_would_help(caplog: pytest.LogC
     for words in ("batch shares by speed (3", "its neighbours take some of its granules (33% less", "leave without it: ntp drain 3 (3"):
         assert words in event.words, event.words
     assert caplog.messages == [f"step 7: {event.words}"]
-    assert job._next_shares is None
+    assert job._next_deal is None
     assert job.judge((1.0,) * 4, times=60) == 0.0
     assert job.told[-1].kind == "well" and job.told[-1].words == "worker 3 (node1, replica 1, role 1) computes as fast as the others again"
 
 
 def test_shares_are_changed_only_where_that_pays() -> None:
     job = Judge("act")
-    job.judge((1.0, 1.0, 1.0, 1.4), times=5)
+    job.judge((1.0, 1.0, 1.0, 1.4), times=5, move_seconds=99.0)
     assert [event.kind for event in job.told] == ["worker", "shares"]
-    assert job._next_shares is not None and job._next_shares[1].weights == (1000, 714)
+    assert job._next_deal is not None and job._next_deal[1].weights == (1000, 714)
+    assert job._next_deal[1].topology == job.topology
     assert "weights [1000, 714] of the data rows, 1" in job.told[-1].words
     miser = Judge("act")
     miser.config.recovery = RecoveryConfig(slow=SlowConfig("act", steps=3, horizon_seconds=20.0, cost_seconds=5.0))
     miser.judge((1.0, 1.0, 1.0, 1.4), times=5)
-    assert [event.kind for event in miser.told] == ["worker"] and miser._next_shares is None
+    assert [event.kind for event in miser.told] == ["worker"] and miser._next_deal is None
+
+
+def test_granules_of_a_slow_role_go_to_its_neighbours() -> None:
+    job = Judge("act")
+    job.judge((1.0, 1.0, 1.0, 1.4), times=5)
+    assert job._next_deal is not None
+    eased = job.dealt_anew(job.topology)
+    assert [replica.relief for replica in eased.replicas] == [(), ((1, 833),)]
+    words = "replica 1: role 1 keeps 42% of the replica's granules; batch shares follow the speeds: weights [1000, 857]"
+    assert words in job.told[-1].words, job.told[-1].words
+    assert job.dealt_anew(eased) is eased, "a deal is for the topology that it was made for"
+    alone = Judge("act")
+    alone.recovery.member = None
+    alone.judge((1.0, 1.0, 1.0, 1.4), times=5)
+    assert alone._next_deal is not None and alone._next_deal[1].topology == alone.topology
 
 
 def test_a_slow_link_between_replicas_is_named_with_its_hosts() -> None:

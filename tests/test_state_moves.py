@@ -2,6 +2,7 @@
 
 import gc
 import os
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from tests.models import batch, float64_norms, tiny
 EVEN = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 48, "intermediate_size": 96, "vocab_size": 96}
 SMALL = {"num_hidden_layers": 1, "vocab_size": 31}
 THREES = Topology.from_shapes([(1, 3), (1, 3)])
+RELIEVED = replace(THREES, replicas=(THREES.replicas[0], replace(THREES.replicas[1], relief=((2, 500),))))
 
 
 def one_move(rank, world, old, new, overrides, batch_bytes):
@@ -53,6 +55,7 @@ def one_move(rank, world, old, new, overrides, batch_bytes):
     lacking = sum(
         part.numel for spec in job.sharded.plan.params for part in spec.cell(new.coordinates(rank)).minus(before[spec.fqn])
     )
+    handed_out = [part.numel for spec in job.sharded.plan.params for part in before[spec.fqn].minus(spec.cell(new.coordinates(rank)))]
     lost = [worker for worker in old.workers if worker not in new.workers]
     cells = sum(spec.cell(old.coordinates(w)).numel for spec in job.sharded.plan.params if spec.dim is not None for w in lost)
     return {
@@ -61,6 +64,8 @@ def one_move(rank, world, old, new, overrides, batch_bytes):
         "planned": report.planned_bytes.get(rank, 0),
         "moved": report.moved_bytes,
         "lacking": lacking * 3 * 8,
+        "handed_out": sum(handed_out) * 3 * 8,
+        "one_cell": max(cell.numel for cell in before.values()) * 3 * 8,
         "lost_cells": cells * 3 * 8,
         "peak": report.peak_extra_bytes,
         "largest": max(carried, default=0),
@@ -72,7 +77,15 @@ MOVES = {
     "relabelled": (THREES.without(5), THREES.without(5).without(0), EVEN, False),
     "KV copies": (THREES, THREES.without(4), {}, False),
     "fsdp": (Topology.from_shapes([(3, 1), (3, 1)]), Topology(1, (Replica(((0,), (1,), (2,))), Replica(((3,), (5,))))), EVEN, False),
+    "a slow role is relieved": (THREES, RELIEVED, EVEN, False),
+    "and is well again": (RELIEVED, THREES, {}, False),
 }
+
+
+def half_of_a_role(overrides):
+    """Elements that role 2 of 3 hands out when it keeps half of its granules, where all sizes divide."""
+    plan = plan_model(tiny("llama", **overrides), 3)
+    return sum(spec.numel // 6 for spec in plan.params if spec.dim is not None)
 
 
 @pytest.mark.parametrize("name", MOVES)
@@ -88,7 +101,12 @@ def test_what_is_received_is_the_plan_and_what_was_lacking(pool, name):
             assert report["moved"] == report["lost_cells"]
             assert report["received"] == 0 or worker in new.replicas[1].workers
         assert report["moved"] <= 2 * max(report["lost_cells"], sum(r["lacking"] for r in reports if r))
-        if report["received"] == 0:
+        if not report["lost_cells"] and old is THREES:
+            assert report["received"] == 0 or worker in (3, 4), "only the slow one's neighbours receive"
+            assert report["moved"] == 3 * 8 * half_of_a_role(overrides)
+        if report["handed_out"]:
+            assert report["peak"] <= max(2 * report["received"], report["handed_out"] + report["one_cell"])
+        elif report["received"] == 0:
             assert report["peak"] <= 2048, "a healthy worker needs no more than its send buffer"
         else:
             assert report["peak"] <= 2 * report["received"]

@@ -11,7 +11,7 @@ from lightning_ntp.errors import ConfigError
 from lightning_ntp.links import Exchanged, Link, LinkWatch
 from lightning_ntp.outliers import OutlierLimits, OutlierWatch, Sample
 from lightning_ntp.shares import deal
-from lightning_ntp.stragglers import Measured, SlowConfig, StragglerWatch
+from lightning_ntp.stragglers import Measured, SlowConfig, StragglerWatch, even_fractions
 from lightning_ntp.strategy.config import RecoveryConfig
 from lightning_ntp.topology import Topology
 
@@ -25,7 +25,7 @@ def measured(topology: Topology, speeds: dict[int, float], weights: tuple[int, .
     told = {}
     for worker in topology.workers:
         count = counts[topology.data_row(worker)]
-        told[worker] = Measured(count / topology.replica_of(worker).degree / speeds[worker], count)
+        told[worker] = Measured(count * even_fractions(topology)[worker] / speeds[worker], count)
     return told
 
 
@@ -96,23 +96,23 @@ def test_new_shares_never_lose_and_are_about_the_best_there_are(shapes: list[tup
         speeds = {worker: draw.uniform(2.0, 10.0) for worker in topology.workers}
         seen = watch(topology, speeds, feeds=4, num_samples=240)
         each, now = seen.sample_seconds(), seen.step_seconds(degrees(topology))
-        change = seen.new_shares(degrees(topology), horizon_seconds=1e9, cost_seconds=0.0)
+        change = seen.new_deal(degrees(topology), 1e9, 0.0, None)
         best = float(Fraction(240) / sum(Fraction(1) / Fraction(seconds) for seconds in each))  # samples cut into any parts
         if change is None:
             assert best > 0.9 * now
             continue
         assert change.then_seconds < now and change.then_seconds <= best + 1.5 * max(each)
-        again = seen.new_shares(change.weights, horizon_seconds=1e9, cost_seconds=0.0)
+        again = seen.new_deal(change.weights, 1e9, 0.0, None)
         assert again is None  # it settles
 
 
 def test_a_change_must_pay_over_the_horizon() -> None:
     topology = Topology.from_shapes([(1, 1), (1, 1)])
     seen = watch(topology, {0: 10.0, 1: 5.0}, num_samples=120)  # 60 each: 12 s; 80 and 40: 8 s, a third less
-    change = seen.new_shares((1, 1), horizon_seconds=30.0, cost_seconds=9.9)
+    change = seen.new_deal((1, 1), 30.0, 9.9, None)
     assert change is not None and change.weights == (1000, 500) and change.gain == pytest.approx(1 / 3)
-    assert seen.new_shares((1, 1), horizon_seconds=30.0, cost_seconds=10.1) is None
-    assert seen.new_shares((1000, 500), horizon_seconds=1e9, cost_seconds=0.0) is None
+    assert seen.new_deal((1, 1), 30.0, 10.1, None) is None
+    assert seen.new_deal((1000, 500), 1e9, 0.0, None) is None
 
 
 def test_remedies_are_ordered_by_what_they_would_make_of_a_step() -> None:
@@ -130,7 +130,46 @@ def test_shares_cannot_follow_inside_of_one_replica() -> None:
     topology = Topology.from_shapes([(2, 2)])
     words = [remedy.words for remedy in watch(topology, dict.fromkeys(range(4), 10.0) | {3: 3.0}).helps(3, (2, 2))]
     assert "batch shares by speed" not in words and len(words) == 2
-    assert StragglerWatch(topology).new_shares((2, 2), 1e9, 0.0) is None  # nothing is known yet
+    assert StragglerWatch(topology).new_deal((2, 2), 1e9, 0.0, 0.0) is None  # nothing is known yet
+
+
+@pytest.mark.parametrize("shapes", [[(1, 4), (1, 4)], [(2, 4)], [(2, 2), (1, 3)]])
+def test_neighbours_take_granules_of_a_slow_role_until_it_is_well_again(shapes: list[tuple[int, int]]) -> None:
+    topology = Topology.from_shapes(shapes)
+    slow = dict.fromkeys(topology.workers, 10.0) | {1: 5.0}
+    seen = watch(topology, slow, num_samples=2400)
+    change = seen.new_deal(degrees(topology), 1e9, 0.0, 0.0)
+    assert change is not None and change.topology == seen.relieved() != topology
+    degree = topology.replicas[0].degree
+    kept = round(1000 * degree * 0.5 / (degree - 0.5))
+    assert change.topology.replicas[0].relief == ((1, kept),)
+    assert not any(replica.relief for replica in change.topology.replicas[1:])
+    only_shares = seen.new_deal(degrees(topology), 1e9, 0.0, None)
+    assert only_shares is None or change.then_seconds < only_shares.then_seconds
+
+    again = watch(change.topology, slow, num_samples=2400)
+    assert set(again.slow) == {1}, "it is as slow as before, with less to do"
+    assert again.step_seconds(change.weights) == pytest.approx(change.then_seconds, rel=0.02)
+    assert again.new_deal(change.weights, 1e9, 0.0, 0.0) is None  # it settles
+
+    well = watch(change.topology, dict.fromkeys(topology.workers, 10.0), num_samples=2400)
+    back = well.new_deal(change.weights, 1e9, 0.0, 0.0)
+    assert back is not None and back.topology == topology
+
+
+def test_granules_move_only_where_that_pays_beyond_what_shares_alone_gain() -> None:
+    topology = Topology.from_shapes([(1, 2), (1, 2)])
+    seen = watch(topology, dict.fromkeys(range(4), 10.0) | {3: 5.0}, num_samples=2400)
+    cheap, dear = (seen.new_deal((2, 2), 30.0, 1.0, move) for move in (1.2, 9.0))
+    assert cheap is not None and cheap.topology.replicas[1].relief == ((1, 667),)
+    assert dear is not None and dear.topology == topology and dear.gain < cheap.gain
+    assert seen.new_deal((2, 2), 30.0, 20.0, 20.0) is None
+
+
+def test_a_replica_of_slow_workers_only_has_nobody_to_relieve_them() -> None:
+    topology = Topology.from_shapes([(1, 2), (1, 2), (1, 2)])
+    seen = watch(topology, dict.fromkeys(range(6), 10.0) | {4: 5.0, 5: 5.0}, num_samples=2400)
+    assert set(seen.slow) == {4, 5} and seen.relieved() == topology
 
 
 def exchanged(topology: Topology, slow: dict[tuple[int, ...], float], draw: random.Random) -> dict[int, Exchanged]:

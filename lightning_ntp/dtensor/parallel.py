@@ -20,7 +20,8 @@ from lightning_ntp.dtensor.cut import CutModule, CutState, become, local_tensor,
 from lightning_ntp.dtensor.randomness import RoleRandomness
 from lightning_ntp.dtensor.vocab import VocabEmbedding, VocabHead, prepare_vocab
 from lightning_ntp.errors import UnsupportedModelError
-from lightning_ntp.model_spec import ModuleRule, Style
+from lightning_ntp.layout import NestedLayouts
+from lightning_ntp.model_spec import Coordinates, ModuleRule, Style
 
 
 class _Multiply(CutModule):
@@ -99,14 +100,13 @@ class RoleDropout(CutModule):
             return super().forward(x)
 
 
-def swap_module(root: nn.Module, rule: ModuleRule, degree: int, role: int, mesh: DeviceMesh) -> None:
+def swap_module(root: nn.Module, rule: ModuleRule, at: Coordinates, mesh: DeviceMesh) -> None:
     """Make one module act on its role's part.
 
     Args:
         root: the module that the rule's names are relative to.
         rule: what becomes of which module.
-        degree: of this replica.
-        role: of this worker.
+        at: where this worker stands.
         mesh: the tp axis.
 
     Raises:
@@ -117,54 +117,60 @@ def swap_module(root: nn.Module, rule: ModuleRule, degree: int, role: int, mesh:
     module = root.get_submodule(rule.fqn)
     match rule.style:
         case Style.COLUMN:
-            state = become(module, Column, mesh, role)
-            _prepare_column(module, rule, degree, state)
+            state = become(module, Column, mesh, at.role)
+            _prepare_column(module, rule, at, state)
         case Style.ROW:
-            state = become(module, Row, mesh, role)
+            state = become(module, Row, mesh, at.role)
         case Style.ATTENTION:
-            state = become(module, Attention, mesh, role)
-            _prepare_attention(root, module, rule, degree, state)
+            state = become(module, Attention, mesh, at.role)
+            _prepare_attention(root, module, rule, at, state)
         case Style.SHARED_DROPOUT:
-            state = become(module, SharedDropout, mesh, role)
+            state = become(module, SharedDropout, mesh, at.role)
         case Style.ROLE_DROPOUT:
-            state = become(module, RoleDropout, mesh, role)
+            state = become(module, RoleDropout, mesh, at.role)
         case Style.VOCAB_EMBEDDING:
-            state = become(module, VocabEmbedding, mesh, role)
-            prepare_vocab(module, rule, degree, state)
+            state = become(module, VocabEmbedding, mesh, at.role)
+            prepare_vocab(module, rule, at, state)
         case Style.VOCAB_HEAD:
-            state = become(module, VocabHead, mesh, role)
-            prepare_vocab(module, rule, degree, state)
+            state = become(module, VocabHead, mesh, at.role)
+            prepare_vocab(module, rule, at, state)
     for name, layouts in rule.local_sizes:
-        set_local(module, state, name, layouts[degree].local_size(role))
+        set_local(module, state, name, _local_size(layouts, at))
 
 
-def _prepare_column(module: nn.Module, rule: ModuleRule, degree: int, state: CutState) -> None:
+def _local_size(layouts: NestedLayouts, at: Coordinates) -> int:
+    return layouts.at(at.degree, at.relief).local_size(at.role)
+
+
+def _prepare_column(module: nn.Module, rule: ModuleRule, at: Coordinates, state: CutState) -> None:
     if rule.layouts is None:
         raise UnsupportedModelError(f"{rule.fqn}: a column rule without layouts; give its output features' layouts")
     if isinstance(module, nn.Linear):
-        set_local(module, state, "out_features", rule.layouts[degree].local_size(state.role))
-    if rule.heads is None or not rule.kv_features or rule.heads.uniform_group(degree, state.role) is not None:
+        set_local(module, state, "out_features", _local_size(rule.layouts, at))
+    seat = at.degree, at.role, at.relief
+    if rule.heads is None or not rule.kv_features or rule.heads.uniform_group(*seat) is not None:
         return
     heads = rule.heads
-    state.expansion = torch.tensor(heads.expansion(degree, state.role), dtype=torch.long, device=state.mesh.device_type)
+    state.expansion = torch.tensor(heads.expansion(*seat), dtype=torch.long, device=state.mesh.device_type)
     state.head_dim = heads.head_dim
     packed = rule.layouts.size > heads.keys.size * heads.head_dim
-    state.query_features = heads.queries[degree].local_size(state.role) * heads.head_dim if packed else 0
+    state.query_features = _local_size(heads.queries, at) * heads.head_dim if packed else 0
 
 
-def _prepare_attention(root: nn.Module, module: nn.Module, rule: ModuleRule, degree: int, state: CutState) -> None:
+def _prepare_attention(root: nn.Module, module: nn.Module, rule: ModuleRule, at: Coordinates, state: CutState) -> None:
     if rule.heads is None:
         raise UnsupportedModelError(f"{rule.fqn}: an attention rule without heads; give a HeadCut")
+    seat = at.degree, at.role, at.relief
     if hasattr(module, "num_key_value_groups"):
-        set_local(module, state, "num_key_value_groups", rule.heads.uniform_group(degree, state.role) or 1)
+        set_local(module, state, "num_key_value_groups", rule.heads.uniform_group(*seat) or 1)
     for name in rule.key_counts:
-        set_local(module, state, name, rule.heads.visible_keys(degree, state.role))
+        set_local(module, state, name, rule.heads.visible_keys(*seat))
     if rule.local_config:
         config = copy.copy(module.config)
         set_local(module, state, "config", config)
         for name, layouts in rule.local_config:
-            setattr(config, name, layouts[degree].local_size(state.role))
-    if degree > 1 and _has_dropout(module):
+            setattr(config, name, _local_size(layouts, at))
+    if at.degree > 1 and _has_dropout(module):
         state.randomness = RoleRandomness(state.role)
         if rule.output_projection:
             output = root.get_submodule(rule.output_projection)

@@ -23,7 +23,7 @@ from lightning_ntp.dtensor.placement import UnevenShard, wrap_local
 from lightning_ntp.errors import ConfigError, UnsupportedModelError
 from lightning_ntp.kernels.cross_entropy import local_gradient, local_max, local_sums
 from lightning_ntp.layout import ShardLayout
-from lightning_ntp.model_spec import ModuleRule
+from lightning_ntp.model_spec import Coordinates, ModuleRule
 
 
 def lookup_table(layout: ShardLayout, role: int, device: torch.device | str) -> torch.Tensor:
@@ -36,14 +36,14 @@ def lookup_table(layout: ShardLayout, role: int, device: torch.device | str) -> 
     return table
 
 
-def prepare_vocab(module: nn.Module, rule: ModuleRule, degree: int, state: CutState) -> None:
+def prepare_vocab(module: nn.Module, rule: ModuleRule, at: Coordinates, state: CutState) -> None:
     """Give a swapped embedding or head its lookup table and layout. Local."""
     if rule.layouts is None:
         raise UnsupportedModelError(f"{rule.fqn}: a vocabulary rule without layouts; give the vocabulary's layouts")
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option, None):
             raise UnsupportedModelError(f"{rule.fqn} ({type(module).__name__}): {option} does not work on a part of the rows")
-    layout = rule.layouts[degree]
+    layout = rule.layouts.at(at.degree, at.relief)
     table = lookup_table(layout, state.role, state.mesh.device_type)
     # Not a buffer: FSDP, checkpoints and the leader's broadcast have no business with it.
     state.lookup, state.layout = table, layout

@@ -282,7 +282,7 @@ def _cut(sharded: ShardedModel, take: Callable[[torch.Tensor, ParamSpec, Cell], 
     at = sharded.coordinates
     # An attention module hands its randomness to its output projection, which must have been swapped before.
     for rule in sorted(plan.rules, key=lambda rule: rule.style is Style.ATTENTION):
-        swap_module(module, rule, at.degree, at.role, groups.mesh["tp"])
+        swap_module(module, rule, at, groups.mesh["tp"])
     _connect_heads(module)
     _cut_parameters(module, plan, groups, at, take)
     sharded.units = _apply_fsdp(module, plan, groups, at, sharded.mp_policy, sharded.roots)
@@ -328,9 +328,9 @@ def _cut_parameters(
         owners = places.pop(whole)
         if spec.dim is None or spec.layouts is None:
             continue
-        cell = spec.role_cell(at.degree, at.role)
+        cell, layout = spec.role_cell(at.degree, at.role, at.relief), spec.layouts.at(at.degree, at.relief)
         local = take(whole, spec, cell).view(local_shape(spec, cell))
-        cut = wrap_local(local, groups.mesh["tp"], UnevenShard(spec.dim, spec.layouts[at.degree]), torch.Size(spec.shape))
+        cut = wrap_local(local, groups.mesh["tp"], UnevenShard(spec.dim, layout), torch.Size(spec.shape))
         _replace(owners, cut, whole.requires_grad)
 
 

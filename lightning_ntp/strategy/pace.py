@@ -15,16 +15,17 @@ from lightning_ntp.links import Exchanged
 from lightning_ntp.stragglers import Measured
 from lightning_ntp.strategy.groups import Groups
 
-NUM_NUMBERS = 5
+NUM_NUMBERS = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """One step of all workers with a role. reshare_seconds: what the last change of shares took the slowest of them."""
+    """One step of all workers with a role; what the last change of shares, and of granules, took the slowest of them."""
 
     measured: dict[int, Measured]
     exchanged: dict[int, Exchanged]
     reshare_seconds: float
+    move_seconds: float
 
 
 @dataclass
@@ -32,13 +33,14 @@ class PaceMeter:
     """Measures nothing unless `on`.
 
     heard: from the last exchange; None where some worker had nothing to say.
-    reshare_seconds: of this worker, for the others.
+    reshare_seconds, move_seconds: of this worker, for the others.
     """
 
     on: bool = False
     cuda: bool = False
     heard: Heard | None = None
     reshare_seconds: float = 0.0
+    move_seconds: float = 0.0
     _laps: list[Lap] = field(default_factory=list)
     _num_samples: int = 0
     _told: tuple[int, ...] = (0,) * NUM_NUMBERS
@@ -70,7 +72,8 @@ class PaceMeter:
                 by_group[name] = by_group.get(name, 0) + waited
         slots = sum(by_group.get(group.group_name, 0) for group in groups.slots.values())
         tp = by_group.get(groups.tp.group_name, 0)
-        self._told = (max(computed, 1), self._num_samples, tp, slots, int(self.reshare_seconds * 1e9))
+        changes = int(self.reshare_seconds * 1e9), int(self.move_seconds * 1e9)
+        self._told = (max(computed, 1), self._num_samples, tp, slots, *changes)
 
     def outgoing(self, groups: Groups) -> list[int]:
         """This worker's numbers at its place among those of all, zeros elsewhere: to be combined by maximum."""
@@ -96,4 +99,5 @@ class PaceMeter:
             {worker: Measured(told[0] / 1e9, told[1]) for worker, told in each.items()},
             {worker: Exchanged(told[2] / 1e9, told[3] / 1e9) for worker, told in each.items()},
             max(told[4] for told in each.values()) / 1e9,
+            max(told[5] for told in each.values()) / 1e9,
         )

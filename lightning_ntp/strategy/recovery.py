@@ -109,7 +109,8 @@ class Job(Protocol):
 class RegionState:
     """A region that is running: its phase, and what went wrong with it so far.
 
-    planned: the members re-form although nothing is wrong; `unasked`: not because a vote said so, but since some have left.
+    planned: the members re-form although nothing is wrong; `unasked`: not because a vote said so, but since some have left, or the
+        members have decided it.
     """
 
     phase: str
@@ -167,7 +168,12 @@ class Recovery:
             self.member.faults.fire(self.member.worker, job.step, phase)
 
     def run(
-        self, phase: str, work: Callable[[], Done], undo: Callable[[], None] = lambda: None, planned: bool = False
+        self,
+        phase: str,
+        work: Callable[[], Done],
+        undo: Callable[[], None] = lambda: None,
+        planned: bool = False,
+        unasked: bool = False,
     ) -> Done:
         """`work`, again after every loss until it comes through. All members.
 
@@ -175,6 +181,7 @@ class Recovery:
             phase: of `events.PHASES`.
             undo: local effects of a failed attempt; called before `work` is run again.
             planned: form a new generation first, for newcomers or for a worker that wants to leave.
+            unasked: with `planned`, although no vote has said so: the members have decided it among themselves.
 
         Raises:
             Exception: of `work`, if it does not come from a loss.
@@ -184,7 +191,7 @@ class Recovery:
         """
         if self.member is None or self.job is None or self._region is not None:
             return self._told(phase, work) if self._region is None else work()
-        region = RegionState(phase, undo, planned)
+        region = RegionState(phase, undo, planned, unasked)
         self.num_attempts = 0
         while True:
             self.num_attempts += 1

@@ -121,7 +121,7 @@ class Regrouping(Slowness):
 
     def _next(self, old: Topology, lost: set[int], joined: set[int], places: Mapping[int, int]) -> dict[str, Any]:
         if not lost and not joined:
-            return old.to_data()
+            return self.dealt_anew(old).to_data()
         new = next_topology(old, lost, joined, healthy=self._healthy, cost=self._costs(), reshape=True, places=places)
         return new.to_data()
 

@@ -87,7 +87,10 @@ def layout(topology: Topology) -> str:
     shapes = ", ".join(f"{replica.fsdp_size}x{replica.degree}" for replica in topology.replicas)
     text = f"{len(topology.replicas)} replica(s) of fsdp x tp: {shapes}; {len(topology.data_rows)} data row(s)"
     lacking = [str(i) for i, replica in enumerate(topology.replicas) if replica.degree < topology.num_roles]
-    return f"{text}; replica {', '.join(lacking)} below {topology.num_roles} roles" if lacking else text
+    if lacking:
+        text += f"; replica {', '.join(lacking)} below {topology.num_roles} roles"
+    relieved = [f"role {role} of replica {i}" for i, one in enumerate(topology.replicas) for role, _ in one.relief]
+    return f"{text}; slow {', '.join(relieved)} relieved" if relieved else text
 
 
 def memory(outlook: Outlook) -> list[tuple[str, str]]:

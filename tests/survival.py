@@ -7,6 +7,7 @@ Every worker writes what it has applied: per optimizer step the ids of its data 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -203,6 +204,7 @@ class Run:
         model: dict[str, Any] | None = None,
         slow: dict[str, Any] | None = None,
         max_respawns: int = 0,
+        max_restarts: int = 0,
         num_renewals: int = 0,
         wait_until_whole: int = NEVER,
         whole: int = 0,
@@ -214,7 +216,8 @@ class Run:
         code: int = 0,
         **options: Any,
     ) -> None:
-        self.folder, self.workers = folder, workers
+        self.folder, self.workers, self.model = folder, workers, model or {}
+        self.shrinks = (recovery or {}).get("batch_policy") == "shrink"
         self.options = {"max_epochs": 2, "gradient_clip_val": 0.5} | options
         self.accumulate = self.options.get("accumulate_grad_batches", 1)
         shapes = (strategy or {}).get("replica_sizes", [3, 3])
@@ -232,7 +235,7 @@ class Run:
             "skip": skip,
             "max_rows": max_rows,
             "strategy": {"replica_sizes": [3, 3]} | (strategy or {}),
-            "model": model or {},
+            "model": self.model,
             "slow": slow or {},
             "trainer": self.options,
         }
@@ -247,6 +250,7 @@ class Run:
             max_respawns=max_respawns,
             max_losses_per_place=max_losses_per_place,
             num_renewals=num_renewals,
+            max_restarts=max_restarts,
             log_folder=folder / "ntp",
         )
         self.code = self.job.run()
@@ -255,10 +259,22 @@ class Run:
 
     @property
     def global_batches(self) -> list[list[int]]:
-        """What an undisturbed run trains on, step by step."""
-        size = BATCH * self.num_rows * self.accumulate
+        """What an undisturbed run trains on, step by step; batches that may shrink have the sizes that this run has used."""
+        return [batch for epoch in self.epochs for batch in epoch]
+
+    @property
+    def epochs(self) -> list[list[list[int]]]:
+        """`global_batches` epoch by epoch."""
+        whole = BATCH * self.num_rows * self.accumulate
         orders = [global_order(RandomSampler(range(SIZE)), SEED, epoch) for epoch in range(self.options["max_epochs"])]
-        return [ids[i : i + size] for ids in orders for i in range(0, len(ids), size)]
+        sizes = iter(map(len, self.applied) if self.shrinks else itertools.repeat(whole))
+        epochs = []
+        for order in orders:
+            ids, batches = iter(order), list[list[int]]()
+            while sum(map(len, batches)) < len(order):
+                batches.append(list(itertools.islice(ids, next(sizes))))
+            epochs.append(batches)
+        return epochs
 
     @property
     def applied(self) -> list[list[int]]:
@@ -291,7 +307,7 @@ class Run:
         self._check_state(twin, moments)
 
     def _twin(self) -> tuple[jobs.TinyLlama, dict[str, torch.Tensor]]:
-        module = jobs.TinyLlama()
+        module = jobs.TinyLlama(**self.model)
         with jobs.float64_norms():
             options = {k: v for k, v in self.options.items() if k == "gradient_clip_val"}
             plain = jobs.trainer("auto", 1, **options)
@@ -305,6 +321,10 @@ class Run:
         }
         return module, moments
 
+    def check_state(self) -> None:
+        """Parameters and moments at the end are those of the undisturbed run."""
+        self._check_state(*self._twin())
+
     def _check_losses(self, finished: list[dict[str, Any]], twin: jobs.TinyLlama) -> None:
         wanted = [entry["train_step"] for entry in twin.history]
         for line in finished:
@@ -316,8 +336,10 @@ class Run:
 
     def _batch_entries(self, count: int) -> list[int]:
         """Positions in a module's history that stand for batches: an epoch's end is one entry more."""
-        per_epoch = -(-SIZE // (BATCH * self.num_rows)) + 1
-        return [i for i in range(count) if i % per_epoch != per_epoch - 1]
+        if self.accumulate > 1:
+            return []
+        ends = set(itertools.accumulate(len(epoch) + 1 for epoch in self.epochs))
+        return [i for i in range(count) if i + 1 not in ends]
 
     def _check_state(self, twin: jobs.TinyLlama, moments: dict[str, torch.Tensor]) -> None:
         saved = torch.load(self.folder / "state.pt")

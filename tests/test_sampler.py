@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -443,3 +444,41 @@ def test_a_stream_with_a_shuffle_buffer_is_read_again():
         assert [[part["x"].tolist() for part in parts] for parts in rest] == [
             [part["x"].tolist() for part in parts] for parts in whole[3:]
         ]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_global_batch_that_shrinks_and_grows_inside_an_epoch_leaves_order_and_samples_as_they_are(kind, num_workers):
+    """Two loop batches by five workers, one by three of them, and on by all five."""
+    few = RAGGED.without(4).without(3)
+    turns = ((RAGGED, 5, 2), (few, 3, 1), (RAGGED, 5, 100))
+    make = LOADERS[kind]
+    whole = [list(rebuild_loader(make(num_workers), plan(RAGGED, row))) for row in range(2)]
+    wanted = [i for batch in zip(*whole, strict=True) for i in counted(list(batch))]
+    seen, sizes, loaders = [], [], None
+    for topology, at_work, count in turns:
+        rows = range(len(topology.data_rows))
+        plans = [replace(plan(topology, row, healthy=2), devices=(at_work, 5)) for row in rows]
+        new = [rebuild_loader(make(num_workers), one) for one in plans]
+        if loaders is not None:
+            for loader in new:
+                loader.continue_from(loaders[0], len(sizes))
+        length = None if kind.endswith("stream") else len(new[0])
+        passes = [itertools.islice(iter(loader), count) for loader in new]
+        for batch in zip(*passes, strict=True):
+            seen += counted(list(batch))
+            sizes.append(len(counted(list(batch))))
+        assert length is None or (len(sizes) == length if count == 100 else len(sizes) < length)
+        loaders = new
+    assert seen == wanted, "each sample once, in the order of a run that nothing happened to"
+    unit = {"map": 1, "stream": 1, "persistent stream": 1, "batch sampler": 3}.get(kind, 2)
+    scale = 2 if unit == 1 else unit
+    full, small = 2 * scale, max(unit, 2 * scale * 3 // 5 // unit * unit)
+    assert sizes[:4] == [full, full, small, full] and set(sizes[4:-1]) <= {full}
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker processes")
+def test_a_stream_read_in_turns_cannot_shrink_its_global_batches():
+    with pytest.raises(ConfigError, match=r"stream that 2 processes read in turns.*num_workers=1 or 0"):
+        rebuild_loader(LOADERS["stream"](2), replace(plan(RAGGED, 0), devices=(5, 5)))
+    rebuild_loader(LOADERS["map"](2), replace(plan(RAGGED, 0), devices=(5, 5)))

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from lightning_ntp.strategy.resume import EpochCounts
+from lightning_ntp.strategy.streams import length_of
 
 
 def results_of(trainer: Any) -> Any:
@@ -79,14 +80,37 @@ def replace_training_loaders(trainer: Any, loaders: Sequence[Any], start_at: int
     combined.flattened = list(loaders)
     for loader in loaders:
         loader.set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+    fit_length(trainer)
     if fetcher is not None:
         iter(fetcher)
         fetcher.fetched += start_at
 
 
+def fit_length(trainer: Any) -> None:
+    """Let the fit loop know how long the pass is that its loaders are about to begin: loop batches may have changed their size.
+
+    As `_FitLoop.setup_data` works it out once at the start.
+    """
+    loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader
+    if combined is None or combined.limits is None:
+        return
+    lengths = [length_of(loader) for loader in combined.flattened]
+    wanted, limit = [float("inf") if length is None else length for length in lengths], trainer.limit_train_batches
+    if isinstance(limit, float):
+        combined.limits = [one if one == float("inf") else int(one * limit) for one in wanted]
+    else:
+        combined.limits = [min(one, limit) for one in wanted]
+    loop.max_batches = max(combined.limits)
+    timed = getattr(trainer, "_val_check_time_interval", None) is not None
+    if loop.max_batches != float("inf") and not timed and isinstance(trainer.val_check_interval, float):
+        trainer.val_check_batch = max(1, int(loop.max_batches * trainer.val_check_interval))
+
+
 def next_batch(trainer: Any) -> Any:
     """The next batch of the fit loop, as it hands it to ``batch_to_device``."""
-    batch, _, _ = next(trainer.fit_loop._data_fetcher)
+    fetcher = trainer.fit_loop._data_fetcher
+    batch, _, _ = next(fetcher)
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = fetcher.done  # as before, unless batches have another size now
     batch = trainer.precision_plugin.convert_input(batch)
     return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 

@@ -8,8 +8,8 @@ Lightning's loop sees one batch and the same number of batches on every worker; 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -78,8 +78,8 @@ class ReadyBatches(Resumable):
 
     def __init__(self, batches: Iterable[Any], shares: RowShares, row: int, seed: int) -> None:
         self.batches, self.row, self.seed = batches, row, seed
-        self.shares = RowShares(1, shares.num_healthy_rows, shares.weights, shares.replicas)
-        self.per_batch = shares.num_healthy_rows
+        self.shares = replace(shares, batch_size=1)
+        self.per_batch = shares.num_ready_batches
         self.num_units = length_of(batches)
         if isinstance(batches, DataLoader) and isinstance(batches.dataset, IterableDataset):
             self.num_readers = max(1, batches.num_workers)
@@ -123,7 +123,7 @@ class _SizedReadyBatches(ReadyBatches):
     """Ready-made batches whose number is known."""
 
     def __len__(self) -> int:
-        return (len(cast(Sized, self.batches)) + self.shares.num_healthy_rows - 1) // self.shares.num_healthy_rows
+        return self.length_of_next_pass()
 
 
 class MicroBatchLoader(Resumable, DataLoader[MicroBatches]):
@@ -137,7 +137,10 @@ class MicroBatchLoader(Resumable, DataLoader[MicroBatches]):
 
     def __init__(self, dataset: MicroBatchDataset, sampler: GlobalBatchSampler, **options: Any) -> None:
         super().__init__(dataset, batch_size=None, collate_fn=as_is, sampler=sampler, **options)
-        self.per_batch, self.num_units = sampler.per_batch, sampler.num_units
+        self.per_batch, self.num_units, self.leaves_out_rest = sampler.per_batch, sampler.num_units, sampler.drop_last
+
+    def __len__(self) -> int:
+        return self.length_of_next_pass()
 
     def set_epoch(self, epoch: int) -> None:
         """Which pass over the data the next `iter` starts."""
@@ -170,6 +173,7 @@ class LoaderPlan:
         manual: the user's training_step optimizes, see `RowShares.manual`.
         progress: position of the running job, for checkpoints.
         weights: of the data rows' shares in training; by their devices unless given.
+        devices: (at work, of the healthy job) where the global batch shrinks in this proportion; None where it stays.
     """
 
     topology: Topology
@@ -182,13 +186,15 @@ class LoaderPlan:
     manual: bool = False
     progress: Callable[[], DataPosition] = lambda: DataPosition(0, 0)
     weights: tuple[int, ...] | None = None
+    devices: tuple[int, int] | None = None
 
     def shares(self, batch_size: int) -> RowShares:
         """Who runs how much when the user's loader has this batch size."""
         if self.training and self.manual:
             return RowShares.manual(self.topology, batch_size, self.num_healthy_rows)
         if self.training:
-            return RowShares.training(self.topology, batch_size, self.num_healthy_rows, self.weights)
+            devices = self.devices or (1, 1)
+            return RowShares.training(self.topology, batch_size, self.num_healthy_rows, self.weights, devices)
         return RowShares.evaluation(self.topology, batch_size)
 
 
@@ -202,8 +208,8 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLo
     checkpoints, in samples of the job.
 
     Raises:
-        ConfigError: a training loader that leaves out its last batch and has fewer samples than one global batch, or a
-            StatefulDataLoader that was told to begin in the middle.
+        ConfigError: a training loader that leaves out its last batch and has fewer samples than one global batch, a
+            StatefulDataLoader that was told to begin in the middle, or a stream with several readers under batches that shrink.
     """
     if getattr(loader, "next_iter_state", None) is not None:
         raise ConfigError(
@@ -211,6 +217,11 @@ def rebuild_loader(loader: Any, plan: LoaderPlan) -> MicroBatchLoader | StreamLo
             "checkpoint to Trainer.fit(ckpt_path=...): it holds the position in samples, for any number of data rows"
         )
     rebuilt = _rebuild(loader, plan)
+    if plan.training and plan.devices is not None and rebuilt.num_readers > 1:
+        raise ConfigError(
+            f'batch_policy="shrink" with a stream that {rebuilt.num_readers} processes read in turns: they take turns by global batches, '
+            'so these must keep their size. Give the DataLoader num_workers=1 or 0, or use batch_policy="keep"'
+        )
     rebuilt.start_at(plan.start_at)
     rebuilt.progress = plan.progress
     return rebuilt

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy._lightning_private import (
     epoch_counts,
+    fit_length,
     forget_evaluation_loaders,
     next_training_batch,
     replace_training_loaders,
@@ -58,12 +61,23 @@ class Loading(StrategyBase):
             manual=not self.lightning_module.automatic_optimization,
             progress=lambda: epoch_counts(trainer).position,
             weights=self.row_weights,
+            devices=self._batch_devices,
         )
         loader = rebuild_loader(source, plan)
         if training:
-            loader.on_resume = lambda old, new: shift_batches(trainer, new - old)
+            loader.keeps_number = self._is_newcomer
+            loader.on_resume = partial(_taken_up, trainer)
+            if plan.devices is not None:
+                _on_epoch(loader, partial(fit_length, trainer))
         self._sources[loader] = source
         return loader
+
+    @property
+    def _batch_devices(self) -> tuple[int, int] | None:
+        """(at work, of the healthy job) where the global batch shrinks with the job. Equal on all workers."""
+        if self.config.recovery.batch_policy == "keep":
+            return None
+        return len(self.topology.workers), len(self._healthy.workers)
 
     def restart_data(self) -> None:
         """Share all loaders anew over the live data rows; training goes on where the open window or the next batch begins. Local.
@@ -84,6 +98,23 @@ class Loading(StrategyBase):
         for loader, before in zip(new, old, strict=True):
             loader.continue_from(before, position)
         replace_training_loaders(trainer, new, position)
+
+
+def _taken_up(trainer: Any, saved: int, here: int) -> None:
+    """A loader goes on where a checkpoint stands, behind loop batch `saved` there and `here` in this run."""
+    shift_batches(trainer, here - saved)
+    fit_length(trainer)
+
+
+def _on_epoch(loader: Any, act: Callable[[], None]) -> None:
+    """Call `act` when Lightning tells an epoch, right before it begins: the pass may have another length than the one before."""
+    tell = loader.sampler.set_epoch
+
+    def set_epoch(epoch: int) -> None:
+        tell(epoch)
+        act()
+
+    loader.sampler.set_epoch = set_epoch
 
 
 def _can_be_known(loader: object) -> bool:

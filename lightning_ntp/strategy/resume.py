@@ -117,6 +117,8 @@ class Resumable(ABC):
         per_batch: units of the source in one loop batch.
         num_units: of the source; None where it has no length.
         num_readers: processes that read a stream, 0 for data that is read by index.
+        leaves_out_rest: units that do not fill a loop batch are left out.
+        keeps_number: a position is taken up under the number that it has in the running job, as newcomers do.
         progress: the position of the running job.
         on_resume: called with (loop batches in the checkpoint, their number here) before the first pass.
     """
@@ -124,6 +126,8 @@ class Resumable(ABC):
     per_batch = 1
     num_units: int | None = None
     num_readers = 0
+    leaves_out_rest = False
+    keeps_number = False
     progress: Callable[[], DataPosition] = staticmethod(lambda: DataPosition(0, 0))
     on_resume: Callable[[int, int], None] = staticmethod(lambda old, new: None)
     _next = Start()
@@ -143,9 +147,21 @@ class Resumable(ABC):
         """Let the next `iter` begin at this loop batch of the epoch, in the order of an undisturbed run."""
         self._next = batch if isinstance(batch, Start) else Start(batch, batch * self.per_batch)
 
+    def length_of_next_pass(self) -> int:
+        """Loop batches of the next pass, with those before its start, whatever size they had.
+
+        Raises:
+            TypeError: the source has no length.
+        """
+        if self.num_units is None:
+            raise TypeError("the training data has no length")
+        left = self.num_units - self._next.unit
+        return self._next.batch + (left // self.per_batch if self.leaves_out_rest else -(-left // self.per_batch))
+
     def start_of(self, batch: int) -> Start:
         """Where loop batch `batch` of the running pass lies in the source: what a rebuilt loader is told to start at."""
-        return Start(batch, self._running.unit + (batch - self._running.batch) * self.per_batch)
+        begun = self._next if self._next.batch else self._running  # one that is about to go on counts as running
+        return Start(batch, begun.unit + (batch - begun.batch) * self.per_batch)
 
     def continue_from(self, old: Resumable, batch: int) -> None:
         """Let the next `iter` begin at loop batch `batch` of the pass that `old`, a loader of the same data, is running."""
@@ -163,11 +179,8 @@ class Resumable(ABC):
     def state_dict(self) -> dict[str, Any]:
         """The position of the running job in units of the source. Called by Lightning on every worker."""
         at = self.progress()
-        start = (
-            self.start_of(at.batches)
-            if at.epoch == self._running_epoch
-            else Start(at.batches, at.batches * self.per_batch)
-        )
+        begun_epoch = self.epoch_of_next_pass if self._next.batch else self._running_epoch
+        start = self.start_of(at.batches) if at.epoch == begun_epoch else Start(at.batches, at.batches * self.per_batch)
         return {
             "epoch": at.epoch,
             "batches": start.batch,
@@ -199,7 +212,7 @@ class Resumable(ABC):
                 f"{where}, a stream read by {state['num_readers']} process(es); this run reads it with {self.num_readers}, in "
                 f"another order. Give the DataLoader num_workers={state['num_readers']}, or {way_out}"
             )
-        start = Start(self._number_of(units), units)
+        start = Start(batches if self.keeps_number else self._number_of(units), units)
         if self.num_readers > 1 and not self.is_regular(start):
             raise ConfigError(
                 f"{where} in global batches of {state['per_batch']}; this run has {self.per_batch}, and {self.num_readers} reading "

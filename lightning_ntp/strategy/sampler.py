@@ -63,10 +63,12 @@ class RowShares:
 
     Args:
         batch_size: the user's, in samples per data row of the healthy job; no micro-batch is larger.
-        num_healthy_rows: data rows of the healthy job; the global batch stays batch_size * num_healthy_rows after a loss.
+        num_healthy_rows: data rows of the healthy job; the global batch stays batch_size * num_healthy_rows after a loss,
+            unless `devices` says otherwise.
         weights: per live data row what it can do relative to the others.
         replicas: per live data row the replica it belongs to.
         in_one_piece: each row runs its share as one micro-batch, however large, as in manual optimization.
+        devices: (at work, of the healthy job): the global batch shrinks in this proportion.
     """
 
     batch_size: int
@@ -74,6 +76,7 @@ class RowShares:
     weights: tuple[int, ...]
     replicas: tuple[int, ...]
     in_one_piece: bool = False
+    devices: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.num_healthy_rows < 1:
@@ -91,11 +94,13 @@ class RowShares:
         batch_size: int,
         num_healthy_rows: int | None = None,
         weights: tuple[int, ...] | None = None,
+        devices: tuple[int, int] = (1, 1),
     ) -> RowShares:
         """In proportion to `weights` where speeds are known, else to the devices of each data row: one role less, a smaller share."""
         rows = topology.data_rows
         degrees = tuple(topology.replicas[replica].degree for replica, _ in rows)
-        return cls(batch_size, num_healthy_rows or len(rows), weights or degrees, tuple(replica for replica, _ in rows))
+        replicas = tuple(replica for replica, _ in rows)
+        return cls(batch_size, num_healthy_rows or len(rows), weights or degrees, replicas, devices=devices)
 
     @classmethod
     def manual(cls, topology: Topology, batch_size: int, num_healthy_rows: int | None = None) -> RowShares:
@@ -113,7 +118,16 @@ class RowShares:
     @property
     def global_batch_size(self) -> int:
         """Samples of one loop batch over all data rows."""
-        return self.batch_size * self.num_healthy_rows
+        return self._shrunk(self.batch_size * self.num_healthy_rows)
+
+    @property
+    def num_ready_batches(self) -> int:
+        """Ready-made batches of one loop batch over all data rows."""
+        return self._shrunk(self.num_healthy_rows)
+
+    def _shrunk(self, number: int) -> int:
+        at_work, healthy = self.devices
+        return max(1, number * min(at_work, healthy) // healthy)
 
     def shares(self, num_samples: int, already_dealt: int = 0) -> tuple[int, ...]:
         """Per data row its samples out of the next `num_samples`, when the window has dealt `already_dealt` before."""
@@ -201,7 +215,7 @@ class GlobalBatchSampler(Sampler[MicroBatchRequest]):
         row: this worker's data row.
         seed: the leader's.
         drop_last: leave out the samples that do not fill a global batch.
-        batched: `source` yields lists of indices.
+        batched: `source` yields lists of indices, which are not cut.
         window: loop batches per optimizer step, asked at the start of each epoch.
         seeded: whether a generator of `source` has its seed from the user, who then wants another order for another seed.
     """
@@ -240,7 +254,7 @@ class GlobalBatchSampler(Sampler[MicroBatchRequest]):
     @property
     def per_batch(self) -> int:
         """Samples of a global batch, or batches of the user's batch sampler in one."""
-        return self.shares.num_healthy_rows if self.batched else self.shares.global_batch_size
+        return self.shares.num_ready_batches if self.batched else self.shares.global_batch_size
 
     @property
     def num_units(self) -> int:

@@ -24,6 +24,7 @@ from lightning_ntp.strategy._lightning_private import (
     as_training,
     ends_window,
     epoch_counts,
+    forget_evaluation_loaders,
     next_batch,
     run_after_closure,
 )
@@ -100,14 +101,16 @@ class Stepping(Inspection):
     ) -> Any:
         """One loop batch; at the end of a window the update. Collective over all workers with a role."""
         trainer = self.lightning_module.trainer
-        self._is_newcomer = False
+        if self._is_newcomer:
+            self._is_newcomer = False
+            forget_evaluation_loaders(trainer)  # the others have forgotten theirs: all have to make them anew, together
         if self._is_regroup_wanted and self._open_window is None:
             self._is_regroup_wanted = False
             self.recovery.run("commit", nothing, planned=True)  # newcomers are at the door, or somebody must go
         if self._must_end and self._open_window is None:
             self.save_and_end(trainer)
         window = self._opened_window(trainer)
-        attempt = self.recovery.run("step", partial(self._attempt, optimizer, closure, ends_window(trainer)))
+        attempt = self.recovery.run("step", partial(self._attempt, optimizer, closure))
         self._loop_batch, self._is_batch_pending = None, False
         if attempt.decision is None:
             window.passed.append(self._step_arguments)
@@ -140,9 +143,10 @@ class Stepping(Inspection):
             self._open_window = OpenWindow(trainer.fit_loop.batch_idx, go_back)
         return self._open_window
 
-    def _attempt(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], ends: bool) -> Attempt:
+    def _attempt(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Attempt:
         """One loop batch, with the vote if it ends a window. Changes nothing that a loss could not undo."""
         trainer, runner = self.lightning_module.trainer, self.runner
+        ends = ends_window(trainer)  # asked in each attempt: an epoch has more steps left once the batch has shrunk
         loss = self._run_loop_batch(ends, closure, self._again)
         if not ends:
             return Attempt(loss)

@@ -160,11 +160,15 @@ class StreamLoader(Resumable, DataLoader[Any]):
         super().__init__(dataset, batch_size=None, collate_fn=as_is, **options)
         self.per_batch = dataset.shares.global_batch_size
         self.num_units = length_of(dataset.dataset)
+        self.leaves_out_rest = dataset.drop_last
         self.num_readers = max(1, self.num_workers)
         # Lightning tells samplers the epoch; a stream has none but torch's placeholder, which hands it on.
         cast(Any, self.sampler).set_epoch = dataset.set_epoch
         self._known: list[deque[tuple[int, Reading]]] = []
         self._to_load: Sequence[Mapping[str, Any]] | None = None
+
+    def __len__(self) -> int:
+        return self.length_of_next_pass()
 
     def set_epoch(self, epoch: int) -> None:
         """Which pass over the data the next `iter` starts."""

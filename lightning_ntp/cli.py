@@ -59,6 +59,7 @@ def launch(
         bool, typer.Option(help="go on without lost workers; else the first failure ends the job")
     ] = True,
     max_respawns: Annotated[int, typer.Option(help="replacements of lost workers, over the job")] = 8,
+    max_restarts: Annotated[int, typer.Option(help="lives from the last checkpoint, where the job cannot go on in place")] = 3,
     hang_seconds: Annotated[
         float, typer.Option(help="a standstill is at least this long (and 10 median steps)")
     ] = 60.0,
@@ -71,7 +72,7 @@ def launch(
     with _plain_errors():
         command = script_command(script, arguments or [])
         options = LaunchOptions(
-            workers, nodes, node_rank, endpoint, join, recovery, max_respawns, hang_seconds, logs, exit_file
+            workers, nodes, node_rank, endpoint, join, recovery, max_respawns, hang_seconds, logs, exit_file, max_restarts
         )
         code = plan_launch(options, os.environ).run(command)
     raise typer.Exit(code)

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from lightning_ntp.strategy.coordinator import Event, Patience
 from lightning_ntp.strategy.node_agent import NodeAgent
 from lightning_ntp.strategy.rendezvous import LOOPBACK, JobAddress
 from lightning_ntp.strategy.respawn import RespawnConfig
+from lightning_ntp.strategy.restart import Restart, with_restarts
 from lightning_ntp.strategy.supervisor import Supervisor
 from lightning_ntp.strategy.supervisor_config import SupervisorConfig
 from lightning_ntp.strategy.worker_process import die_with_parent
@@ -135,13 +137,15 @@ class ForkedJob:
         num_nodes: int = 1,
         listen: str = LOOPBACK,
         token: str | None = None,
+        max_restarts: int = 0,
         **config_fields: Any,
     ) -> None:
         self.events: list[Event] = []
+        self.max_restarts = max_restarts
         self.printed = b""
         self.pids: dict[int, int] = {}
         self._log_path = folder / "log.jsonl"
-        self._ready = [ForkedProcess(program, self._log_path) for _ in range(num_workers + max_respawns + num_renewals)]
+        self._ready = [ForkedProcess(program, self._log_path) for _ in range(num_workers * (1 + max_restarts) + max_respawns + num_renewals)]
         respawn = RespawnConfig(max_respawns=max_respawns, cool_down_seconds=0, max_losses_per_place=max_losses_per_place)
         config = SupervisorConfig(
             listen=listen,
@@ -153,16 +157,20 @@ class ForkedJob:
             num_nodes=num_nodes,
             **config_fields,
         )
-        self.supervisor = Supervisor(
-            ["forked"],
-            num_workers,
-            {ENV_FAULTS: (faults or FaultScript()).to_json()},
-            recovery=True,
-            config=config,
-            on_event=self.events.append,
-            start=self._start,
-            write=self._print,
-        )
+
+        def make(resume: Restart | None) -> Supervisor:
+            return Supervisor(
+                ["forked"],
+                num_workers,
+                {ENV_FAULTS: (faults or FaultScript()).to_json()},
+                recovery=True,
+                config=replace(config, resume=resume),
+                on_event=self.events.append,
+                start=self._start,
+                write=self._print,
+            )
+
+        self._make, self.supervisor = make, make(None)
 
     def _start(self, command: Sequence[str], environ: Mapping[str, str]) -> ForkedProcess:
         process = self._ready.pop(0)
@@ -175,11 +183,16 @@ class ForkedJob:
 
     def run(self) -> int:
         began = time.monotonic()
-        code = self.supervisor.run()
+        code = with_restarts(self._life, self.max_restarts, self._print)
         self.wall_seconds = time.monotonic() - began
         for spare in self._ready:
             spare.dismiss()
         return code
+
+    def _life(self, resume: Restart | None) -> tuple[int, Restart | None]:
+        if resume is not None:
+            self.supervisor = self._make(resume)
+        return self.supervisor.run(), self.supervisor.restart
 
     @property
     def lines(self) -> list[dict[str, Any]]:

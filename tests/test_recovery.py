@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from lightning_ntp.dtensor.checkpoint_files import Manifest
 from lightning_ntp.goodput_merge import read_run
 from lightning_ntp.goodput_totals import IDLE
-from lightning_ntp.strategy.rendezvous import EXIT_SAVED
+from lightning_ntp.strategy.rendezvous import EXIT_RESTART, EXIT_SAVED
 from lightning_ntp.testing import Fault, FaultScript
 from tests import lightning_jobs as jobs
 from tests.survival import Run
@@ -46,6 +47,29 @@ LOSSES = {
         {2, 4},
     ),
 }
+
+
+def test_a_batch_that_shrinks_with_the_job_uses_every_sample_once_and_grows_back(tmp_path: Path) -> None:
+    faults = FaultScript(kill(5, "sync", 2))
+    options = {"recovery": {"batch_policy": "shrink"}, "validation": True, "val_check_interval": 1.0}
+    run = Run(tmp_path, faults, max_respawns=1, wait_until_whole=7, max_epochs=4, **options)
+    run.check({0, 1, 2, 3, 4, 6})
+    sizes = [list(map(len, epoch)) for epoch in run.epochs]
+    assert sizes[0][:3] == [8, 8, 6] and sizes[-1] == [8, 8, 8, 5]
+    assert all(set(epoch[:-1]) <= {8, 6} for epoch in sizes)
+    turns = [(line["gone"], line["joined"]) for line in run.lines("recovered") if line["worker"] == 0]
+    assert turns == [([5], []), ([], [6])], "all validate together, whoever has come when"
+    [history] = [line["history"] for line in run.lines("finished") if line["worker"] == 0]
+    values = [entry.get("val_epoch") for entry in history]
+    validated = [i for i, (before, after) in enumerate(itertools.pairwise([None, *values])) if after != before]
+    assert validated == [end - 1 for end in itertools.accumulate(len(epoch) + 1 for epoch in sizes)], "at the end of each epoch"
+
+
+def test_an_epoch_gains_steps_when_its_last_batch_shrinks(tmp_path: Path) -> None:
+    faults = FaultScript(kill(3, "sync", 1), kill(4, "sync", 1), kill(5, "sync", 1))
+    run = Run(tmp_path, faults, recovery={"batch_policy": "shrink"}, accumulate_grad_batches=2)
+    run.check({0, 1, 2})
+    assert [list(map(len, epoch)) for epoch in run.epochs] == [[16, 8, 5], [8, 8, 8, 5]]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -85,12 +109,24 @@ def test_a_step_that_kills_one_worker_after_the_other_stops_the_job(tmp_path: Pa
 
 def test_state_that_nobody_else_holds_is_lost_and_named_with_the_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     strategy = {"replica_sizes": [3]}
-    run = Run(tmp_path, FaultScript(kill(1, "sync", 3)), workers=3, strategy=strategy, save_every=2, code=1)
+    run = Run(tmp_path, FaultScript(kill(1, "sync", 3)), workers=3, strategy=strategy, save_every=2, code=EXIT_RESTART)
     printed = run.job.printed.decode()
     assert "UnrecoverableError: model.model.embed_tokens.weight: no live worker holds" in printed
     checkpoint = tmp_path / "saved" / "step=2.ckpt"
     assert f"start again with Trainer.fit(..., ckpt_path={str(checkpoint)!r})" in printed
     Manifest.read(checkpoint).check(checkpoint)
+
+
+def test_a_job_that_cannot_go_on_in_place_begins_again_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """Also in the midst of an epoch; only the steps since the checkpoint are run again, and no sample counts twice in the end."""
+    run = Run(tmp_path, FaultScript(kill(1, "sync", 3)), workers=3, strategy={"replica_sizes": [3]}, save_every=2, max_restarts=2)
+    printed = run.job.printed.decode()
+    checkpoint = tmp_path / "saved" / "step=2.ckpt"
+    assert f"[ntp] the job cannot go on in place: it starts again from {checkpoint} (restart 1 of 2)" in printed
+    assert "restart 2" not in printed
+    assert [line["step"] for line in run.lines("step") if line["worker"] == 0] == [0, 1, 2, *range(2, 2 * 8)]
+    assert run.applied == run.global_batches
+    run.check_state()
 
 
 def test_a_replacement_is_taken_in_at_a_step_boundary(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from lightning_ntp.planner_start import Shape, Size, Wanted
 from lightning_ntp.stragglers import SlowConfig
 from lightning_ntp.strategy.coordinator import Patience
 
+MAX_RESTARTS = 3
+"""Lives of a job from its last checkpoint, unless told otherwise."""
+
 
 @dataclass(frozen=True)  # no slots: LightningCLI reads a default through vars()
 class CheckpointConfig:
@@ -35,13 +38,16 @@ class RecoveryConfig:
         enabled: survivors go on without it; False ends the job with the first failure, as DDP does. So does the environment
             variable ``NTP_RECOVERY=off``.
         advise: after a loss only say what the recovery would do, then end the job as without it.
-        batch_policy: ``"keep"``: the global batch stays after a loss, survivors run more. ``"shrink"``, which drops the lost
-            share, is refused: it is not built.
+        batch_policy: ``"keep"``: the global batch stays after a loss, survivors run more. ``"shrink"``: it shrinks in proportion to
+            the GPUs at work, so that survivors run what they did before; every sample is still used once per epoch and in the same
+            order, over more steps, and the learning rate stays what the scheduler says. Back to the whole batch when all are back.
         hang_seconds: a worker that makes no progress for this long counts as lost; more than the longest stretch of a run in
             which workers wait for one that computes or writes alone.
         min_workers: with fewer of them at work the fit is saved at the next step boundary and the job ends, with exit code 78.
         max_respawns: replacements that are started for lost workers over the whole job; they join the running fit.
             Hot spares do not count; with 0 there are none, as no process is ever started.
+        max_restarts: how often a job that cannot go on in place, as the last holder of some state is lost or a step with manual
+            optimization was hit, starts again by itself from its last complete checkpoint, all workers anew.
         integrity_every_n_steps: how often replicas compare the bits of their state, beside the comparison after each recovery;
             None: never. With three or more copies the one that differs is named and overwritten, with two the job ends.
         neighbours: what the other workers of a hurt replica do. ``"keep"``: they go on in place. ``"renew"``, for boards on which a
@@ -54,21 +60,19 @@ class RecoveryConfig:
 
     enabled: bool = True
     advise: bool = False
-    batch_policy: Literal["keep"] = "keep"
+    batch_policy: Literal["keep", "shrink"] = "keep"
     hang_seconds: float = 600.0
     min_workers: int = 1
     max_respawns: int = 8
+    max_restarts: int = MAX_RESTARTS
     integrity_every_n_steps: int | None = None
     neighbours: Literal["keep", "renew"] = "keep"
     checkpoint: CheckpointConfig = CheckpointConfig()
     slow: SlowConfig = SlowConfig()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
-        if self.batch_policy != "keep":
-            raise ConfigError(
-                f'RecoveryConfig: batch_policy is "keep", got {self.batch_policy!r}; the global batch cannot shrink with the job yet. '
-                "To train on a smaller one, start again from the checkpoint with a smaller batch_size"
-            )
+        if self.batch_policy not in ("keep", "shrink"):
+            raise ConfigError(f'RecoveryConfig: batch_policy is "keep" or "shrink", got {self.batch_policy!r}')
         if not isinstance(self.checkpoint, CheckpointConfig):
             raise ConfigError(f"RecoveryConfig: checkpoint is a CheckpointConfig, got {type(self.checkpoint).__name__}")
         if not isinstance(self.slow, SlowConfig):
@@ -81,6 +85,8 @@ class RecoveryConfig:
             raise ConfigError(f'RecoveryConfig: neighbours is "keep" or "renew", got {self.neighbours!r}')
         if self.max_respawns < 0:
             raise ConfigError(f"RecoveryConfig: max_respawns must be 0 or more, got {self.max_respawns}")
+        if self.max_restarts < 0:
+            raise ConfigError(f"RecoveryConfig: max_restarts must be 0 or more, got {self.max_restarts}")
         if self.integrity_every_n_steps is not None and self.integrity_every_n_steps < 1:
             raise ConfigError(
                 f"RecoveryConfig: integrity_every_n_steps is 1 or more, or None, got {self.integrity_every_n_steps}"

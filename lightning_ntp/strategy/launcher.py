@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_ntp.errors import ConfigError
@@ -13,8 +14,10 @@ from lightning_ntp.strategy.gpus import visible_gpus
 from lightning_ntp.strategy.job_log import new_run_folder
 from lightning_ntp.strategy.rendezvous import ENV_RECOVERY, ENV_STORE_ENDPOINT
 from lightning_ntp.strategy.respawn import RespawnConfig
+from lightning_ntp.strategy.restart import Restart, with_restarts
 from lightning_ntp.strategy.supervisor import Supervisor
 from lightning_ntp.strategy.supervisor_config import ENV_RESOLVER, RESOLVER, SupervisorConfig
+from lightning_ntp.strategy.worker_process import write_stderr
 
 
 class WorkerLauncher:
@@ -66,7 +69,12 @@ class WorkerLauncher:
             log_folder=new_run_folder(os.environ) if recovery else None,
             gpus=gpus if len(gpus) == self.num_workers else (),  # else only the Trainer knows which ones it wants
         )
-        code = Supervisor(worker_command(), self.num_workers, recovery=recovery, config=config).run()
+
+        def live(resume: Restart | None) -> tuple[int, Restart | None]:
+            supervisor = Supervisor(worker_command(), self.num_workers, recovery=recovery, config=replace(config, resume=resume))
+            return supervisor.run(), supervisor.restart
+
+        code = with_restarts(live, self.recovery.max_restarts if recovery else 0, write_stderr)
         if trainer is not None:
             trainer.callbacks = []  # they have never been set up here, and Lightning tells them of the SystemExit
         raise SystemExit(code)

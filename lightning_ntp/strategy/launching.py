@@ -14,14 +14,17 @@ from pathlib import Path
 
 from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import rendezvous
+from lightning_ntp.strategy.config import MAX_RESTARTS
 from lightning_ntp.strategy.coordinator import Patience
 from lightning_ntp.strategy.gpus import visible_gpus
 from lightning_ntp.strategy.job_log import JOB_FILE, LOG_ROOT, new_run_folder
 from lightning_ntp.strategy.node_agent import NodeAgent
 from lightning_ntp.strategy.respawn import RespawnConfig
+from lightning_ntp.strategy.restart import Restart, with_restarts
 from lightning_ntp.strategy.slurm import HIDDEN, SlurmTask
 from lightning_ntp.strategy.supervisor import Supervisor
 from lightning_ntp.strategy.supervisor_config import ENV_RESOLVER, RESOLVER, SupervisorConfig
+from lightning_ntp.strategy.worker_process import write_stderr
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class LaunchOptions:
 
     num_workers: on this node; default: one per visible GPU. endpoint: HOST:PORT of the store, on the first node.
     join: this node or worker is added to a job that runs. max_respawns: replacements of lost workers, over the job.
+    max_restarts: lives of the job from its last checkpoint, where it cannot go on in place.
     exit_file: the first node writes the job's exit code there: srun's own is that of a node that was lost.
     """
 
@@ -43,6 +47,7 @@ class LaunchOptions:
     hang_seconds: float = 60.0
     log_folder: Path | None = None
     exit_file: Path | None = None
+    max_restarts: int = MAX_RESTARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +59,23 @@ class LaunchPlan:
     config: SupervisorConfig
     recovery: bool
     exit_file: Path | None = None
+    max_restarts: int = 0
 
     def run(self, command: Sequence[str]) -> int:
         """Supervises until the job has ended; the exit code."""
         os.environ.setdefault(ENV_RESOLVER, RESOLVER)
-        if self.node == 0:
-            code = Supervisor(command, self.num_workers, recovery=self.recovery, config=self.config).run()
-            if self.exit_file is not None:
-                self.exit_file.write_text(f"{code}\n")
-            return code
-        return NodeAgent(command, self.num_workers, node=self.node, config=self.config).run()
+
+        def live(resume: Restart | None) -> tuple[int, Restart | None]:
+            if self.node != 0:
+                return NodeAgent(command, self.num_workers, node=self.node, config=self.config).run(), None
+            config = replace(self.config, resume=resume)
+            supervisor = Supervisor(command, self.num_workers, recovery=self.recovery, config=config)
+            return supervisor.run(), supervisor.restart
+
+        code = with_restarts(live, self.max_restarts, write_stderr)
+        if self.node == 0 and self.exit_file is not None:
+            self.exit_file.write_text(f"{code}\n")
+        return code
 
 
 def script_command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -112,7 +124,7 @@ def plan_launch(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchPla
         identity=task.identity if task else {},
         hidden=HIDDEN if task else (),
     )
-    return LaunchPlan(node, num_workers, config, recovery, options.exit_file)
+    return LaunchPlan(node, num_workers, config, recovery, options.exit_file, options.max_restarts if recovery else 0)
 
 
 def _plan_join(options: LaunchOptions, environ: Mapping[str, str]) -> LaunchPlan:

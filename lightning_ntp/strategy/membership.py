@@ -38,6 +38,7 @@ from lightning_ntp.strategy.generation import (
 )
 from lightning_ntp.strategy.heartbeat import Heartbeat
 from lightning_ntp.strategy.life_signs import StandstillProbe, show_stacks_on_request
+from lightning_ntp.strategy.restart import Restart
 from lightning_ntp.strategy.sockets import GroupSockets
 from lightning_ntp.strategy.vote import MISMATCH, Vote
 from lightning_ntp.testing import FaultScript
@@ -363,6 +364,10 @@ class Member:
     def tell(self, kind: str, words: Sequence[str], **facts: Any) -> None:
         """Has the supervisor note an event and print it. Call it on one member."""
         rendezvous.tell(self._store, kind, self.worker, words, facts)
+
+    def offer(self, restart: Restart) -> None:
+        """Where the job can begin again, should it end now."""
+        restart.offer(self._store)
 
     def close(self) -> None:
         """Ends the groups and the threads. Also called when the interpreter exits: a thread inside torch would abort it."""

@@ -47,6 +47,10 @@ process in its place, which waits for the next loss as a hot spare."""
 EXIT_RENEW = 80
 """A worker whose neighbour was lost, and that cannot be trusted any more for that, hands its place to a fresh process."""
 
+EXIT_RESTART = 81
+"""A job ends with this code when it cannot go on in place, and a complete checkpoint is there to begin again from: the launcher does,
+as often as it may; requeue it."""
+
 LOOPBACK = "127.0.0.1:0"
 """Where a store listens unless told otherwise: nobody outside this machine can reach it; port 0 = any free one."""
 

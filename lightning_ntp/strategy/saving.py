@@ -16,7 +16,7 @@ import torch
 from lightning_ntp.dtensor.bucket import Bucket, place_of
 from lightning_ntp.dtensor.checkpoint import commit, load_safely, stage, write_part, write_values
 from lightning_ntp.dtensor.checkpoint_files import put_in_place
-from lightning_ntp.errors import ConfigError, UnrecoverableError
+from lightning_ntp.errors import ConfigError, SilentCorruptionError, UnrecoverableError
 from lightning_ntp.strategy import checkpointing, pretrained
 from lightning_ntp.strategy._lightning_private import (
     before_clearing,
@@ -30,6 +30,7 @@ from lightning_ntp.strategy.base import StrategyBase
 from lightning_ntp.strategy.config import CheckpointConfig
 from lightning_ntp.strategy.metric_state import LoggedSums, present_sums, restore_metrics, starter, totals
 from lightning_ntp.strategy.pretrained import DESCRIPTION, JOB, PREFIX
+from lightning_ntp.strategy.restart import Restart
 from lightning_ntp.strategy.resume import rewrite_counters
 from lightning_ntp.strategy.saver import Save, Saver
 from lightning_ntp.strategy.whole import whole_optimizer_state, whole_tensors
@@ -109,6 +110,9 @@ class Saving(StrategyBase):
         newest = self._saver.newest
         if isinstance(newest, Bucket) or (newest is not None and newest.exists()):
             exception.add_note(f"The last checkpoint is complete: start again with Trainer.fit(..., ckpt_path={str(newest)!r})")
+            unclear = isinstance(exception, SilentCorruptionError) or self.recovery.advises  # somebody has to look
+            if self.recovery.member is not None and self.config.recovery.max_restarts and not unclear:
+                self.recovery.member.offer(Restart(str(newest), self._num_setups))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint that any topology can load.

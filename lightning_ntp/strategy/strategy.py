@@ -20,6 +20,7 @@ from lightning_ntp.strategy import checks, joining
 from lightning_ntp.strategy._lightning_private import (
     guard_prepare_data,
     keep_samplers,
+    resume_from,
     stop_transfer_each,
     take_sigterm,
     transfer_each,
@@ -42,6 +43,7 @@ from lightning_ntp.strategy.manual import ManualOptimization
 from lightning_ntp.strategy.messages import Messages
 from lightning_ntp.strategy.newcomers import Newcomers
 from lightning_ntp.strategy.pace import PaceMeter
+from lightning_ntp.strategy.restart import Restart
 from lightning_ntp.strategy.screen import first_screen
 from lightning_ntp.strategy.takeover import adopt_versions, versions
 from lightning_ntp.strategy.weight_files import read_cells, sources_of
@@ -133,6 +135,9 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             choice = self.recovery.all_or_nobody("control", partial(self._agree_on_choice, module))
             healthy = choice.topology
             self.use(self._shard(module, healthy), healthy)
+        restart = Restart.from_env(os.environ)
+        if restart is not None and restart.setup == self._num_setups and not self._is_newcomer:
+            resume_from(trainer, restart.path)
             self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
         if self.recovery.member is not None and not self._is_newcomer:
             self._has_led = self.is_global_zero

@@ -52,8 +52,8 @@ class Supervisor(SupervisorBase):
     def run(self) -> int:
         """Runs the job to its end. 0 if every worker ended well, else the code of the first one that did not.
 
-        128 + number for a worker or a supervisor ended by a signal; EXIT_SAVED and EXIT_TOO_MANY_RECOVERIES as
-        documented in rendezvous.py. `ConfigError` if the store's port is taken.
+        128 + number for a worker or a supervisor ended by a signal; EXIT_SAVED, EXIT_RESTART and
+        EXIT_TOO_MANY_RECOVERIES as documented in rendezvous.py; where the job would start again is in `restart`. `ConfigError` if the store's port is taken.
         """
         with SignalWatch() as signals, self._log, self._crew:
             self._store, self.endpoint = rendezvous.host_store(self.config.listen, self.token, self._job())
@@ -106,6 +106,8 @@ class Supervisor(SupervisorBase):
         node, slot = self._places[worker]
         address = rendezvous.JobAddress(self.endpoint, self.token, worker, self.recovery)
         environ = place_environ(address, (node, slot), self.num_workers, self.world_size)
+        if self.config.resume is not None:
+            environ |= self.config.resume.to_env()
         if node == 0:
             self._crew.start(worker, self.config.worker_environ(self.env, environ, slot))
         else:

@@ -18,6 +18,7 @@ from lightning_ntp.strategy.health import GpuProbe, HealthWatch, child_command
 from lightning_ntp.strategy.job_log import JobLog, LossReport
 from lightning_ntp.strategy.node_board import NodeBoard
 from lightning_ntp.strategy.respawn import Place, RespawnBook
+from lightning_ntp.strategy.restart import Restart, offered
 from lightning_ntp.strategy.supervisor_config import SupervisorConfig
 from lightning_ntp.strategy.worker_process import StartWorker, shell_code, start_worker, write_stderr
 
@@ -59,6 +60,7 @@ class SupervisorBase:
         self.env = dict(env or {})
         self.token = self.config.token or rendezvous.new_token()
         self.recovery = recovery
+        self.restart: Restart | None = None
         self._on_event = on_event or (lambda event: None)
         self._write = write or write_stderr
         self._log = JobLog(self.config.log_folder)
@@ -143,11 +145,13 @@ class SupervisorBase:
         self._print_loss((), None)
         if self._ending is None:
             return self._code_of_losses()
+        self.restart = None if self._ending.told else offered(self._store)
         by_signal = self._ending.told and self._ending.exit_code != rendezvous.EXIT_TOO_MANY_RECOVERIES
         if by_signal and any(each.exit_code == rendezvous.EXIT_SAVED for each in self._ended):
             self._ending.exit_code = rendezvous.EXIT_SAVED
         ended = [each for each in self._ended if each.exit_code != rendezvous.EXIT_PARKED]
-        return conclude(self._ending, ended, self._failed_alone, self._reports, self.world_size, self._write)
+        code = conclude(self._ending, ended, self._failed_alone, self._reports, self.world_size, self._write)
+        return code if self.restart is None else rendezvous.EXIT_RESTART
 
     def _code_of_losses(self) -> int:
         """Without a failure: 0 or EXIT_SAVED, unless every worker was lost."""

@@ -11,6 +11,7 @@ from lightning_ntp.errors import ConfigError
 from lightning_ntp.strategy import rendezvous
 from lightning_ntp.strategy.coordinator import Patience
 from lightning_ntp.strategy.respawn import Place, RespawnConfig
+from lightning_ntp.strategy.restart import Restart
 
 ENV_RESOLVER, RESOLVER = "RES_OPTIONS", "timeout:1 attempts:2"
 """torch looks up the name of every peer that it connects to, for its logs. With the resolver's usual patience one lost
@@ -39,6 +40,7 @@ class SupervisorConfig:
     gpus: UUIDs of this node's GPUs by slot; empty: workers see what the supervisor sees.
     identity: variables that the outer launcher knows better (LOCAL_RANK where it starts one supervisor per GPU).
     hidden: variables of the outer launcher that workers shall not see.
+    resume: the job has lived before, and begins again there.
     """
 
     listen: str = rendezvous.LOOPBACK
@@ -55,6 +57,7 @@ class SupervisorConfig:
     gpus: tuple[str, ...] = ()
     identity: Mapping[str, str] = field(default_factory=dict)
     hidden: tuple[str, ...] = ()
+    resume: Restart | None = None
 
     def __post_init__(self) -> None:
         rendezvous.Endpoint.parse(self.listen)

@@ -83,7 +83,7 @@ def test_options(options, match):
 
 
 def test_recovery_options():
-    with pytest.raises(ConfigError, match=r'batch_policy is "keep", got'):
+    with pytest.raises(ConfigError, match=r'batch_policy is "keep" or "shrink", got'):
         RecoveryConfig(batch_policy="drop")
     with pytest.raises(ConfigError, match='neighbours is "keep" or "renew", got'):
         RecoveryConfig(neighbours="kill")

@@ -21,7 +21,7 @@ from lightning_ntp.dtensor.checkpoint_files import Manifest
 from lightning_ntp.strategy.config import CheckpointConfig, RecoveryConfig
 from lightning_ntp.strategy.events import CommitEvent, Observer, RecoveryEvent
 from lightning_ntp.strategy.manual import PROTECTED_BY_CHECKPOINTS, WHY
-from lightning_ntp.strategy.rendezvous import JobAddress
+from lightning_ntp.strategy.rendezvous import EXIT_RESTART, JobAddress
 from lightning_ntp.testing import Fault, FaultScript
 from tests import lightning_jobs as jobs
 from tests.forked import ForkedJob, Log
@@ -112,11 +112,11 @@ def test_a_replacement_gets_its_part_of_the_average(tmp_path: Path) -> None:
     assert max(apart.values()) < 1e-12, apart
 
 
-def test_a_loss_in_manual_steps_of_two_optimizers_ends_the_job_and_the_checkpoint_stands(tmp_path: Path) -> None:
+def test_a_loss_in_manual_steps_of_two_optimizers_ends_this_life_of_the_job_and_the_checkpoint_stands(tmp_path: Path) -> None:
     faults = FaultScript(Fault("kill", 2, "forward", 2))
     hit, code = run_job(tmp_path / "hit", [2, 1], faults, manual=True)
     said = hit.printed.decode()
-    assert code == 1 and PROTECTED_BY_CHECKPOINTS in said, said[-3000:]
+    assert code == EXIT_RESTART and PROTECTED_BY_CHECKPOINTS in said, said[-3000:]
     assert f"UnrecoverableError: a worker was lost: {WHY}" in said, said[-3000:]
     saved = sorted((tmp_path / "hit" / "saved").glob("*.ckpt"))
     assert saved

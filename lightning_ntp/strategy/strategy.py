@@ -135,10 +135,10 @@ class NTPStrategyLogic(Messages, Evaluation, Newcomers):
             choice = self.recovery.all_or_nobody("control", partial(self._agree_on_choice, module))
             healthy = choice.topology
             self.use(self._shard(module, healthy), healthy)
+            self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
         restart = Restart.from_env(os.environ)
         if restart is not None and restart.setup == self._num_setups and not self._is_newcomer:
             resume_from(trainer, restart.path)
-            self.recovery.all_or_nobody("control", lambda: first_screen(self.sharded, choice, self, module))
         if self.recovery.member is not None and not self._is_newcomer:
             self._has_led = self.is_global_zero
             adopt_versions(trainer, self.broadcast(versions(trainer) if self.is_global_zero else None))

@@ -43,9 +43,9 @@ test-full: $(STAMP) ## all tests, with the long sweeps
 	$(BIN)/python -m pytest
 
 demo: $(STAMP) ## fine-tune a llama on replicas of degree 3 and 2; then one of six workers is lost, and comes back
-	$(BIN)/python examples/finetune_hf.py --replica-sizes 3 2 --accelerator cpu
-	$(BIN)/python examples/lose_a_gpu.py --undisturbed
-	$(BIN)/python examples/lose_a_gpu.py
+	$(BIN)/python examples/finetune_hf.py --replica-sizes 3 2 --accelerator cpu --steps 20 --block-size 64
+	$(BIN)/python examples/lose_a_gpu.py --undisturbed --epochs 3
+	$(BIN)/python examples/lose_a_gpu.py --epochs 3
 
 bench: $(STAMP) ## step time and memory beside Lightning's own ModelParallelStrategy
 	$(BIN)/python benchmarks/bench_step.py

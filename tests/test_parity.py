@@ -59,7 +59,7 @@ CASES = {
     "phi3 one replica 1x3 relieved": ("phi3", {}, [(1, 3)], (1, 2), (1,), (((2, 500),),)),
 }  # fmt: skip
 
-FULL = {name for name in CASES if name.endswith((" again", "14 heads over 3"))}
+FULL = {name for name in CASES if name.endswith((" again", "14 heads over 3"))} | {"gpt2 [3,2] relieved", "phi3 one replica 1x3 relieved"}
 
 
 def gradients_and_steps(rank, world, case, num_steps):

@@ -28,8 +28,10 @@ def kill(worker: int, phase: str, step: int | None = None) -> Fault:
     return Fault("kill", worker, phase, step)
 
 
+ALL_PARTS = "in every part of a step, down to one worker per replica"
+
 LOSSES = {
-    "in every part of a step, down to one worker per replica": (
+    ALL_PARTS: (
         [kill(5, "forward", 1), kill(1, "sync", 2), kill(4, "vote", 4), kill(0, "after_commit", 5)],
         {2, 3},
     ),
@@ -72,7 +74,9 @@ def test_an_epoch_gains_steps_when_its_last_batch_shrinks(tmp_path: Path) -> Non
     assert [list(map(len, epoch)) for epoch in run.epochs] == [[16, 8, 5], [8, 8, 8, 5]]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name", [name if name in (ALL_PARTS, "while the loss of another is made good") else pytest.param(name, marks=pytest.mark.full) for name in LOSSES]
+)
 def test_the_run_equals_one_that_nothing_happened_to(name: str, tmp_path: Path) -> None:
     faults, survivors = LOSSES[name]
     run = Run(tmp_path, FaultScript(*faults), log=True)
@@ -163,6 +167,7 @@ def test_a_worker_without_a_role_waits_and_replaces_the_next_loss_in_its_replica
     assert [event.workers for event in run.job.events if event.kind == "broken"] == [(1,), (2,)]
 
 
+@pytest.mark.full
 def test_a_spare_and_a_replacement_make_a_replica_whole_again(tmp_path: Path) -> None:
     """2x2 -> 2x1, for which one newcomer is too few -> 2x2."""
     options = {"workers": 6, "strategy": {"replica_sizes": [[2, 2], [1, 2]]}, "max_rows": 2, "max_epochs": 14}
@@ -197,6 +202,7 @@ def test_neighbours_of_a_lost_worker_start_again_from_fresh_processes(tmp_path: 
     assert "worker 3: starts again, a neighbour was lost" in run.job.printed.decode()
 
 
+@pytest.mark.full
 def test_with_dropout_the_same_faults_twice_give_the_same_run(tmp_path: Path) -> None:
     """A step that is run again draws what it drew before; dropout follows the data rows, so it is not that of an undisturbed run."""
     faults = [kill(4, "sync", 1), kill(1, "vote", 3), kill(0, "after_commit", 5)]

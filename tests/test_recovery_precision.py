@@ -97,6 +97,7 @@ def test_a_run_goes_on_with_the_bits_of_one_that_starts_there(tmp_path: Path, pr
     assert same(bits, wanted), [name for name in wanted if not torch.equal(bits[name], wanted[name])]
 
 
+@pytest.mark.full
 def test_a_replacement_gets_its_part_of_the_average(tmp_path: Path) -> None:
     """Worker 0 is lost, so that what the newcomer was given is in the bits that are compared."""
     steps = 24

@@ -284,7 +284,7 @@ def _starts(pool, tmp_path, kind, names):
     return starts
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("kind", ["map", pytest.param("stream", marks=pytest.mark.full)])
 def test_resumed_inside_an_epoch_equals_the_run_that_never_stopped(pool, tmp_path, kind):
     names = SAMPLED if kind == "map" else SAMPLED[1::2]
     assert _starts(pool, tmp_path, kind, names) == [STARTS[name] for name in names]
